@@ -1,0 +1,41 @@
+# Each target does all of its own set-up: a machine with Python 3.11+ and make needs nothing else.
+PYTHON ?= python3
+VENV   ?= .venv
+RUN    := $(VENV)/bin/python -m
+READY  := $(VENV)/.ready
+
+.PHONY: demo test test-slow test-faults test-gpu check bench clean help
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)   ## train two tiny models and compare them, on any machine
+	$(VENV)/bin/elastic demo
+
+test: $(READY)   ## the test suite
+	$(RUN) pytest -m 'not gpu and not slow and not faults' $(ARGS)
+
+test-slow: $(READY)    ## the tests that take minutes each
+	$(RUN) pytest -m slow $(ARGS)
+
+test-faults: $(READY)  ## kills, full disks, damaged files
+	$(RUN) pytest -m faults $(ARGS)
+
+test-gpu:        ## on a machine with CUDA; uses the interpreter's own packages
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+check: $(READY)  ## lint, types, import order of the tree
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(RUN) pytest tests/test_tree.py
+
+bench: $(READY)  ## a short version of the benchmarks
+	$(VENV)/bin/elastic bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,52 @@
+"""The command `elastic`: one function of `elastic_memory.commands` per subcommand, imported when it is called."""
+
+import importlib
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+COMMANDS = {
+    "demo": "Train two tiny models on this machine and compare them.",
+    "prepare": "Turn text into rows of tokens of one length.",
+    "train": "Train what a recipe says; resume what was interrupted.",
+    "evaluate": "Perplexity, LongPPL and probes of a checkpoint.",
+    "generate": "Continue a text of any length, with the memory kept in a file.",
+    "reproduce": "Regenerate a table of the paper, its values beside ours.",
+    "report": "One self-contained HTML page from a folder of results.",
+    "bench": "A short version of the benchmarks, as ratios.",
+    "selfcheck": "Check every equivalence the library relies on, on this machine.",
+}
+
+
+class LazyGroup(TyperGroup):
+    """Imports a subcommand's module only when it is asked for, so that `elastic --help` is instant."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: D102
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, name: str) -> Any:  # noqa: D102
+        if name not in COMMANDS:
+            return None
+        function = getattr(importlib.import_module(f"elastic_memory.commands.{name}"), name)
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command(name, help=function.__doc__, short_help=COMMANDS[name])(function)
+        return typer.main.get_command(app)
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, help="Elastic Memory.")
+
+
+@app.callback()
+def _root() -> None:
+    """Elastic Memory: a fixed-size memory for Llama. `elastic COMMAND --help` explains each command."""
+
+
+def main() -> None:
+    """Run the command line; an expected error is one line on stderr and exit code 2, never a traceback."""
+    try:
+        app()
+    except (ValueError, FileNotFoundError, NotADirectoryError, FileExistsError) as error:
+        print(f"elastic: {error}", file=sys.stderr)
+        sys.exit(2)
