@@ -1,0 +1,227 @@
+"""HiPPO-LegS in closed form: the mathematics of the memory, in float64.
+
+The history is a function on [0, t]: token k is its value on [k, k+1). The memory state holds its first `order`
+coefficients in the basis phi_n(u) = sqrt(2n+1) P_n(2u-1), orthonormal on the unit interval, u = x/t. Zero-order hold is
+exact for such step functions, so what the paper builds from one matrix per token needs no token loop at all:
+
+    transition      P[n,m] = r * integral of phi_n(r u) phi_m(u), r = start/end       state at start -> state at end
+    projection      K[n,k] = Phi_n((k+1)/t) - Phi_n(k/t), Phi_n' = phi_n              tokens -> state
+    basis           R[j,n] = phi_n(u_j)                                               state -> reconstruction at u_j
+
+Any start and any end will do: there is no longest history. See docs/equations.md for the paper's own formulas.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from numbers import Integral, Real
+
+import torch
+
+from elastic_memory.shapes import Float, Tensor
+
+METHODS = ("zoh", "forward", "backward", "bilinear")
+
+Device = torch.device | str | int | None
+
+
+def legs(order: int, *, device: Device = None) -> tuple[Float[Tensor, "order order"], Float[Tensor, " order"]]:
+    """A and B of c'(t) = (-A c + B f) / t (eq. 3): how the coefficients of a growing history move."""
+    _check_order(order)
+    root = torch.arange(1, 2 * order, 2, dtype=torch.float64, device=device).sqrt()
+    diagonal = torch.arange(1, order + 1, dtype=torch.float64, device=device)
+    return torch.outer(root, root).tril(-1) + torch.diag(diagonal), root
+
+
+def step(
+    order: int, time: int | float, method: str = "zoh", *, device: Device = None
+) -> tuple[Float[Tensor, "order order"], Float[Tensor, " order"]]:
+    """One token of the recurrence (eq. 4), from `time` to `time + 1`: `state = A_bar @ state + B_bar * token`.
+
+    At time 0 there is nothing to carry and the state becomes the constant function through the token, whatever the
+    method: the limit of zero-order hold, where the formulas themselves divide by zero.
+    """
+    _check_order(order)
+    _check_times(time, time)
+    if method not in METHODS:
+        raise ValueError(f"method {method!r}: the discretisations are {', '.join(METHODS)}")
+    identity = torch.eye(order, dtype=torch.float64, device=device)
+    if time == 0:
+        return torch.zeros_like(identity), identity[0]
+    if method == "zoh":
+        carry = transition(order, time, time + 1, device=device)
+        return carry, identity[0] - carry[
+            :, 0
+        ]  # A^-1 (I - carry) B, because A commutes with its power and A^-1 B = e_0
+    a, b = legs(order, device=device)
+    before, after = {"forward": (1.0, 0.0), "backward": (0.0, 1.0), "bilinear": (0.5, 0.5)}[method]
+    both = torch.cat([identity - before * a / time, b[:, None] / time], dim=1)
+    both = torch.linalg.solve_triangular(identity + after * a / time, both, upper=False)
+    return both[:, :-1], both[:, -1]
+
+
+def transition(
+    order: int, start: int | float, end: int | float, *, device: Device = None
+) -> Float[Tensor, "order order"]:
+    """P of eq. 6, which carries the state from time `start` to time `end`: (start/end)^A, lower triangular."""
+    _check_order(order)
+    _check_times(start, end)
+    ratio = start / end if start < end else 1.0
+    return transitions(order, torch.tensor([ratio], dtype=torch.float64, device=device))[0]
+
+
+def transitions(order: int, ratios: Float[Tensor, " ratio"]) -> Float[Tensor, "ratio order order"]:
+    """r^A for several ratios r = start/end in [0, 1] at once, in O(order^2) each.
+
+    Row n holds the coefficients of phi_n(r u) in the basis phi_m(u). In z = 2u - 1 that is phi_n at r z + r - 1, and
+    z phi_m = b_m phi_{m-1} + b_{m+1} phi_{m+1}; so Legendre's three-term recurrence carries rows n-1 and n to row n+1.
+    """
+    power = ratios.new_zeros(len(ratios), order, order)
+    power[:, 0, 0] = ratios
+    index = torch.arange(1, order, dtype=torch.float64, device=ratios.device)
+    b = index / (4 * index**2 - 1).sqrt()
+    shift, reach = (ratios - 1)[:, None], ratios[:, None] * b
+    scalars = b.tolist()
+    for n in range(order - 1):
+        last, new = power[:, n, : n + 1], power[:, n + 1, : n + 2]
+        torch.mul(last, shift, out=new[:, : n + 1])
+        new[:, 1:].addcmul_(last, reach[:, : n + 1])
+        if n:
+            new[:, :n].addcmul_(last[:, 1:], reach[:, :n])
+            new[:, :n].sub_(power[:, n - 1, :n], alpha=scalars[n - 1])
+        new.div_(scalars[n])
+    return power
+
+
+def projection(
+    order: int, start: int, end: int, until: int | None = None, *, device: Device = None
+) -> Float[Tensor, "order token"]:
+    """The HiPPO kernel K of eq. 6: what tokens `start` .. `end - 1` add to the state at time `until`, default `end`."""
+    _check_order(order)
+    _check_times(start, end)
+    if not (isinstance(start, Integral) and isinstance(end, Integral)):
+        raise ValueError(f"tokens {start} to {end}: a projection runs over whole tokens")
+    until = end if until is None else until
+    _check_times(end, until)
+    edges = torch.arange(start, end + 1, dtype=torch.float64, device=device) / (until or 1)
+    return projections(order, edges)
+
+
+def projections(order: int, edges: Float[Tensor, "... edge"]) -> Float[Tensor, "order ... token"]:
+    """Integrals of phi_n between neighbouring moments: the kernels of any number of blocks in one sweep over n."""
+    kernel = edges.new_empty(order, *edges.shape[:-1], edges.shape[-1] - 1)
+    for row, values in zip(kernel, _antiderivatives(order, edges), strict=True):
+        torch.sub(values[..., 1:], values[..., :-1], out=row)
+    return kernel
+
+
+def basis(order: int, u: Tensor | list[float], *, device: Device = None) -> Float[Tensor, "point order"]:
+    """R of eq. 7: phi_n at the moments `u` of the history, 0 its beginning and 1 now."""
+    _check_order(order)
+    u = _check_moments(u, device)
+    values = u.new_empty(order, len(u))
+    for n, (row, polynomial) in enumerate(zip(values, legendre(u), strict=False)):
+        torch.mul(polynomial, math.sqrt(2 * n + 1), out=row)
+    return values.T
+
+
+def integral(order: int, u: Tensor | list[float], *, device: Device = None) -> Float[Tensor, "point order"]:
+    """Phi_n, the integral of phi_n from 0 to `u`: what projections and averages over cells are made of."""
+    _check_order(order)
+    u = _check_moments(u, device)
+    values = u.new_empty(order, len(u))
+    for row, antiderivative in zip(values, _antiderivatives(order, u), strict=True):
+        row.copy_(antiderivative)
+    return values.T
+
+
+def compress(
+    signal: Float[Tensor, "token ..."], order: int, method: str = "zoh", origin: int = 0, *, device: Device = None
+) -> Float[Tensor, "order ..."]:
+    """The memory state after a whole signal, one state per feature.
+
+    `origin` is the time of the first token: 0 as in the paper's formulas (the exact projection of the signal), 1 as in
+    its table of synthetic signals (an empty token stands before the first; docs/choices.md, "origin").
+    """
+    _check_order(order)
+    _check_signal(signal, "signal")
+    if origin not in (0, 1):
+        raise ValueError(f"origin {origin!r}: the first token stands at time 0 or 1")
+    device = signal.device if device is None else device
+    tokens, features = len(signal), signal.reshape(len(signal), -1)
+    state = torch.zeros(order, features.shape[1], dtype=torch.float64, device=device)
+    if method == "zoh":
+        chunk = max(1, 2**24 // order)  # the kernel of a long signal is never held whole
+        for first in range(0, tokens, chunk):
+            last = min(first + chunk, tokens)
+            kernel = projection(order, first + origin, last + origin, until=tokens + origin, device=device)
+            state += kernel @ features[first:last].to(device, torch.float64)
+    else:
+        for time, token in enumerate(features.to(device, torch.float64), start=origin):
+            carry, gain = step(order, time, method, device=device)
+            state = carry @ state + torch.outer(gain, token)
+    return state.reshape(order, *signal.shape[1:])
+
+
+def reconstruct(
+    state: Float[Tensor, "order ..."], u: Tensor | list[float], *, device: Device = None
+) -> Float[Tensor, "point ..."]:
+    """The history that a state stands for (eq. 8), at the moments `u`: 0 its beginning, 1 now."""
+    _check_signal(state, "state")
+    device = state.device if device is None else device
+    coefficients = state.reshape(len(state), -1).to(device, torch.float64)
+    return (basis(len(state), u, device=device) @ coefficients).reshape(-1, *state.shape[1:])
+
+
+def legendre(u: Float[Tensor, "..."]) -> Iterator[Float[Tensor, "..."]]:
+    """P_0, P_1, P_2, ... at 2u - 1, without end: the one loop that everything else sweeps along."""
+    z = 2 * u - 1
+    previous, current = torch.zeros_like(z), torch.ones_like(z)
+    for n in itertools.count():
+        yield current
+        following = torch.mul(previous, -n / (n + 1)).addcmul_(z, current, value=(2 * n + 1) / (n + 1))
+        previous, current = current, following
+
+
+def _antiderivatives(order: int, u: Float[Tensor, "..."]) -> Iterator[Float[Tensor, "..."]]:
+    """Phi_0, Phi_1, ... at u: Phi_n = (P_{n+1} - P_{n-1}) / (2 sqrt(2n+1)), and Phi_0 = u."""
+    yield u
+    polynomials = legendre(u)
+    below, here = next(polynomials), next(polynomials)
+    for n in range(1, order):
+        above = next(polynomials)
+        yield (above - below).div_(2 * math.sqrt(2 * n + 1))
+        below, here = here, above
+
+
+def _check_order(order: int) -> None:
+    if not isinstance(order, Integral) or order < 1:
+        raise ValueError(f"order {order!r}: a memory state has a whole number of coefficients, at least 1")
+
+
+def _check_times(start: int | float, end: int | float) -> None:
+    for time in (start, end):
+        if not isinstance(time, Real) or not math.isfinite(time) or time < 0:
+            raise ValueError(f"time {time!r}: times are token counts, 0 or more")
+    if start > end:
+        raise ValueError(f"from time {start} to time {end}: a history only grows; the start must not lie after the end")
+
+
+def _check_moments(u: Tensor | list[float], device: Device) -> Float[Tensor, " point"]:
+    u = torch.as_tensor(u, dtype=torch.float64, device=device)
+    if u.ndim != 1:
+        raise ValueError(f"moments of shape {list(u.shape)}: a one-dimensional list of moments fits")
+    if u.numel() and not bool(((u >= 0) & (u <= 1)).all()):
+        outside = u[~((u >= 0) & (u <= 1))][0].item()
+        raise ValueError(f"moment {outside}: moments run from 0, the first token, to 1, now")
+    return u
+
+
+def _check_signal(signal: Tensor, name: str) -> None:
+    if not isinstance(signal, Tensor) or not signal.is_floating_point():
+        kind = signal.dtype if isinstance(signal, Tensor) else type(signal).__name__
+        raise ValueError(f"{name} of {kind}: a tensor of floating-point numbers fits (convert with .double())")
+    if signal.ndim == 0 or not len(signal):
+        raise ValueError(f"{name} of shape {list(signal.shape)}: at least one entry along the first axis is needed")
+    if not bool(torch.isfinite(signal).all()):
+        raise ValueError(f"{name} holds NaN or infinity: every entry must be finite")

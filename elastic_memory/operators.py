@@ -1,0 +1,237 @@
+"""The bank: every matrix that a memory of some order needs, for any block of any history.
+
+Reading a memory is linear in the tokens it has seen, and two roads lead to the same result:
+
+    recurrent    state = P state + K tokens, then R state      constant memory: streaming, and training at small orders
+    direct       W tokens with W = R K over the whole history  no state at all, cost independent of the order: training
+
+Matrices are built in float64 on the device that uses them and cast last. They depend on no weights: layers share them,
+checkpoints never hold them, and small caches forget those of blocks long gone.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from itertools import islice
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from elastic_memory import hippo, sampling
+from elastic_memory.shapes import Float, Tensor
+
+# What building W holds at once: so many tokens of so many histories, and so many polynomials of them. A GPU wants few
+# long launches, a CPU what fits its caches.
+SWEEP = {"cpu": 2**13, "cuda": 2**15}
+GROUP = 8
+PANEL = 128
+
+CACHED = 4  # of each kind; an unbounded cache would break the promise of constant memory
+
+
+class Step(NamedTuple):
+    """One stretch of tokens: `state = transition @ state + projection @ tokens`."""
+
+    transition: Float[Tensor, "order order"]
+    projection: Float[Tensor, "order token"]
+
+
+class Direct(NamedTuple):
+    """Block i reads `weights[i-1] @ tokens[:i * block_size]`, for i = 1 .. blocks-1; block 0 has nothing to read."""
+
+    weights: tuple[Float[Tensor, "point token"], ...]
+
+
+class Recurrent(NamedTuple):
+    """The same by the state C_i after i blocks, which block i reads as `reconstructions[i-1] @ C_i`.
+
+    C_1 = projections[0] @ block 0, and from there C_i = transitions[i-2] @ C_{i-1} + projections[i-1] @ block i-1. The
+    last block is read by nobody. One reconstruction stands for all where the sampling ignores the history's length.
+    """
+
+    transitions: Float[Tensor, "carried order order"]
+    projections: Float[Tensor, "written order token"]
+    reconstructions: Float[Tensor, "read point order"]
+
+
+Plan = Direct | Recurrent
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _built(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Constants: no gradient, the last few kept, and usable in training even if first asked for in inference mode."""
+
+    @lru_cache(maxsize=CACHED)
+    @wraps(function)
+    def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return build  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Bank:
+    """A memory of `order` coefficients, read as `points` tokens by `sampling`. Equal banks share their matrices."""
+
+    order: int
+    points: int
+    sampling: str | Callable[..., Tensor] = "uniform"
+    options: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.order < 1 or self.points < 1:
+            raise ValueError(f"order {self.order} read at {self.points} points: both must be at least 1")
+        sampling.resolve(self.sampling, dict(self.options))
+
+    def step(self, start: int, end: int, device: Any, dtype: torch.dtype = torch.float32) -> Step:
+        """The operators that write tokens `start`..`end - 1`, a block of any size, for streaming."""
+        return _step(self.order, start, end, torch.device(device), dtype)
+
+    def reconstruction(
+        self, history: int, device: Any, dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "point order"]:
+        """R: what reads the state of a history of that many tokens."""
+        return _reconstruction(self, history, torch.device(device), dtype)
+
+    def direct(self, history: int, device: Any, dtype: torch.dtype = torch.float32) -> Float[Tensor, "point token"]:
+        """W = R K: what reads that many tokens without any state."""
+        return _direct(self, (history,), torch.device(device), dtype)[0]
+
+    def plan(
+        self, block_size: int, blocks: int, device: Any, dtype: torch.dtype = torch.float32, road: str | None = None
+    ) -> Plan:
+        """All that one pass over `blocks` whole blocks needs, by the cheaper road unless `road` names one."""
+        if block_size < 1 or blocks < 1:
+            raise ValueError(f"{blocks} blocks of {block_size} tokens: both must be at least 1")
+        cost = self.cost(block_size, blocks)
+        road = min(cost, key=cost.__getitem__) if road is None else road
+        if road not in cost:
+            raise ValueError(f"road {road!r}: {' or '.join(cost)} fits")
+        if road == "direct":
+            histories = tuple(block_size * block for block in range(1, blocks))
+            return Direct(_direct(self, histories, torch.device(device), dtype))
+        return _recurrent(self, block_size, blocks, torch.device(device), dtype)
+
+    def cost(self, block_size: int, blocks: int, width: int = 1) -> dict[str, int]:
+        """Operations of one pass by either road, for `width` features (keys and values of all heads together)."""
+        read = max(blocks - 1, 0)
+        carried = max(blocks - 2, 0) * self.order**2
+        return {
+            "direct": 2 * width * self.points * block_size * read * (read + 1) // 2,
+            "recurrent": 2 * width * (carried + read * self.order * (block_size + self.points)),
+        }
+
+    def moments(self, history: int) -> Tensor:
+        """Where this bank looks in a history of that many tokens: moments [points] or cells [points, 2]."""
+        return sampling.moments(self.sampling, self.points, history, **dict(self.options))
+
+
+@_built
+def _step(order: int, start: int, end: int, device: torch.device, dtype: torch.dtype) -> Step:
+    projection = hippo.projection(order, start, end, device=device).to(dtype)
+    return Step(hippo.transition(order, start, end, device=device).to(dtype), projection)
+
+
+@_built
+def _reconstruction(bank: Bank, history: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return _readers(bank.order, bank.moments(history)[None], device)[0].to(dtype)
+
+
+@_built
+def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: torch.dtype) -> Recurrent:
+    order, read = bank.order, range(1, blocks)
+    transitions = torch.empty(max(blocks - 2, 0), order, order, device=device, dtype=dtype)
+    ratios = torch.arange(1, max(blocks - 1, 1), dtype=torch.float64, device=device)
+    ratios = ratios / (ratios + 1)
+    together = max(1, 2**25 // order**2)
+    for first in range(0, len(ratios), together):
+        transitions[first : first + together] = hippo.transitions(order, ratios[first : first + together])
+
+    projections = torch.empty(blocks - 1, order, size, device=device, dtype=dtype)
+    tokens = torch.arange(size + 1, dtype=torch.float64, device=device)
+    together = max(1, 2**25 // (order * size))
+    for group in (read[first : first + together] for first in range(0, len(read), together)):
+        edges = torch.stack([(tokens + size * (block - 1)) / (size * block) for block in group])
+        projections[group[0] - 1 : group[-1]] = hippo.projections(order, edges).transpose(0, 1)
+
+    moments = [bank.moments(size * block) for block in read]
+    if all(torch.equal(moments[0], other) for other in moments[1:]):
+        moments = moments[:1]
+    reconstructions = torch.empty(len(moments), bank.points, order, device=device, dtype=dtype)
+    for row, where in zip(reconstructions, moments, strict=True):
+        row.copy_(_readers(order, where[None], device)[0])
+    return Recurrent(transitions, projections, reconstructions)
+
+
+@_built
+def _direct(
+    bank: Bank, histories: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> tuple[Float[Tensor, "point token"], ...]:
+    """W = R K for several histories, without ever holding K.
+
+    W[j,k] is the sum over n of R[j,n] times Phi_n at token k's right edge minus Phi_n at its left edge, and
+    Phi_n = (P_{n+1} - P_{n-1}) / (2 sqrt(2n+1)). Sorted by polynomial instead, it is the sum over m = 1 .. order of
+
+        (r[j,m-1] - r[j,m+1]) / 2 * (P_m at the right edge - P_m at the left edge),
+
+    r[j,n] = R[j,n] / sqrt(2n+1) and 0 from n = order on. One plain product per panel of polynomials does that, and one
+    difference along the tokens at the very end.
+    """
+    weights = tuple(torch.empty(bank.points, history, device=device, dtype=dtype) for history in histories)
+    moments = [bank.moments(history) for history in histories]
+    for pieces in _pieces(histories, SWEEP.get(device.type, SWEEP["cpu"])):
+        edges = [
+            torch.arange(first, last + 1, dtype=torch.float64, device=device) / histories[which]
+            for which, first, last in pieces
+        ]
+        readers = _steepness(_readers(bank.order, torch.stack([moments[which] for which, _, _ in pieces]), device))
+        sums = [reader.new_zeros(bank.points, len(points)) for reader, points in zip(readers, edges, strict=True)]
+        polynomials = islice(hippo.legendre(torch.cat(edges)), 1, bank.order + 1)
+        for begin in range(0, bank.order, PANEL):
+            panel = torch.stack(list(islice(polynomials, PANEL)))
+            columns = panel.split([len(points) for points in edges], dim=1)
+            for total, reader, values in zip(sums, readers, columns, strict=True):
+                total.addmm_(reader[:, begin : begin + PANEL], values)
+        for (which, first, last), total in zip(pieces, sums, strict=True):
+            weights[which][:, first:last] = total.diff(dim=1)
+    return weights
+
+
+def _readers(
+    order: int, moments: Float[Tensor, "reader point ..."], device: torch.device
+) -> Float[Tensor, "reader point order"]:
+    """R for several sets of moments or cells, in one sweep: the basis at a moment, its mean over a cell."""
+    flat = moments.flatten().to(device)
+    if moments.ndim == 2:
+        return hippo.basis(order, flat).unflatten(0, moments.shape)
+    left, right = hippo.integral(order, flat).unflatten(0, moments.shape).unbind(2)
+    return (right - left) / (moments[..., 1] - moments[..., 0]).to(device)[..., None]
+
+
+def _steepness(readers: Float[Tensor, "reader point order"]) -> Float[Tensor, "reader point order"]:
+    """(r[m-1] - r[m+1]) / 2 for m = 1 .. order, r[n] = R[n] / sqrt(2n+1) (see `_direct`)."""
+    order = readers.shape[-1]
+    half = readers / (2 * torch.arange(1, 2 * order, 2, dtype=readers.dtype, device=readers.device).sqrt())
+    result = half.clone()
+    result[..., :-2] -= half[..., 2:]
+    return result
+
+
+def _pieces(histories: tuple[int, ...], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut histories into pieces (which, first token, last token) and group them: about `most` tokens per group."""
+    group: list[tuple[int, int, int]] = []
+    room = most
+    for which, history in enumerate(histories):
+        first = 0
+        while first < history:
+            last = min(history, first + room)
+            group.append((which, first, last))
+            room -= last - first
+            first = last
+            if not room or len(group) == GROUP:
+                yield group
+                group, room = [], most
+    if group:
+        yield group
