@@ -1,0 +1,61 @@
+"""Attention inside a block, in front of it a few columns of memory: softmax attention on SDPA, without mask tensors.
+
+Shapes are [batch, head, token, dim]; keys and values may have fewer heads than queries (grouped).
+"""
+
+import torch
+import torch.nn.functional as F
+
+from elastic_memory.shapes import Bool, Float, Tensor
+
+
+def rotate(
+    x: Float[Tensor, "batch head token dim"], cos: Float[Tensor, "... token dim"], sin: Float[Tensor, "... token dim"]
+) -> Float[Tensor, "batch head token dim"]:
+    """Rotary positions, Llama's pairing of the first and second half of each head."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.unsqueeze(-3) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(-3)
+
+
+def trapezoidal(
+    query: Float[Tensor, "batch head query dim"],
+    key: Float[Tensor, "batch kv_head key dim"],
+    value: Float[Tensor, "batch kv_head key dim"],
+    scale: float | None = None,
+) -> Float[Tensor, "batch head query dim"]:
+    """The queries are the last of the keys' tokens: each sees itself and every key before it.
+
+    With as many keys as queries this is plain causal attention; memory in front of the block makes the mask a trapezoid.
+    """
+    queries, before = query.shape[2], key.shape[2] - query.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    if before == 0 or queries == 1:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=before == 0, scale=scale, enable_gqa=grouped)
+    if before <= queries:
+        # Idle queries in front make the trapezoid a square, which every fused kernel knows as `is_causal`.
+        # Their share of the work is small ((before / all)^2), a mask tensor would cost the fused kernel.
+        idle = query.new_zeros(1, 1, 1, 1).expand(query.shape[0], query.shape[1], before, query.shape[3])
+        square = torch.cat((idle, query), dim=2)
+        mixed = F.scaled_dot_product_attention(square, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return mixed[:, :, before:]
+    # Few queries, many keys: here the mask is small.
+    mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril(before)
+    return masked(query, key, value, mask, scale)
+
+
+def masked(
+    query: Float[Tensor, "batch head query dim"],
+    key: Float[Tensor, "batch kv_head key dim"],
+    value: Float[Tensor, "batch kv_head key dim"],
+    mask: Bool[Tensor, "*rows query key"],
+    scale: float | None = None,
+) -> Float[Tensor, "batch head query dim"]:
+    """Attention where `mask` is true: rows with clocks of their own, and sliding windows."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def window_mask(queries: int, before: int, window: int, device: torch.device) -> Bool[Tensor, "query key"]:
+    """Which of `before + queries` keys the last `queries` of them see: the newest `window`, itself included."""
+    distance = (before + torch.arange(queries, device=device))[:, None] - torch.arange(before + queries, device=device)
+    return (distance >= 0) & (distance < window)

@@ -1,0 +1,150 @@
+"""Elastic Memory: the whole history of keys and values as one polynomial, sampled where the reader likes (Algorithm 1)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from elastic_memory.memory.contract import Block, Geometry, Memory, Reading, Rope, State, full_precision
+from elastic_memory.operators import Bank, Direct, Recurrent
+from elastic_memory.shapes import Float, Tensor
+
+
+class ElasticState(NamedTuple):
+    """C of eq. 9: Legendre coefficients of the history of raw keys and of values."""
+
+    key: Float[Tensor, "batch kv_head order dim"]
+    value: Float[Tensor, "batch kv_head order dim"]
+
+
+class ElasticMemory(Memory):
+    """HiPPO-LegS compresses, polynomial sampling reads, the block's softmax does the rest. No parameters."""
+
+    source = "Towards Compressive and Scalable Recurrent Memory (arXiv 2602.11212)"
+    phrase = "the history as a polynomial, read at chosen moments"
+    joins = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        order: int = 540,
+        points: int = 512,
+        sampling: str | Callable[..., Tensor] = "exponential",
+        sampling_options: dict[str, float] | None = None,
+        road: str | None = None,
+        detach_every: int | None = None,
+    ):
+        super().__init__(geometry, detach_every=detach_every)
+        if road not in (None, "direct", "recurrent"):
+            raise ValueError(f"road={road!r}: give 'direct', 'recurrent', or None for the cheaper of the two")
+        self.road = road
+        self.bank = Bank(order, points, sampling, tuple(sorted((sampling_options or {}).items())))
+
+    @property
+    def retrieval(self) -> Bank:
+        """Order, points and sampling."""
+        return self.bank
+
+    def set_retrieval(
+        self,
+        sampling: str | Callable[..., Tensor] | None = None,
+        points: int | None = None,
+        order: int | None = None,
+        sampling_options: dict[str, float] | None = None,
+    ) -> None:
+        """Read with another sampling, number of points or order than the model was trained with."""
+        changes: dict[str, Any] = {"sampling": sampling, "points": points, "order": order}
+        if sampling is not None or sampling_options is not None:
+            changes["options"] = tuple(sorted((sampling_options or {}).items()))
+        self.bank = replace(self.bank, **{name: value for name, value in changes.items() if value is not None})
+
+    def start(self, batch: int, device: torch.device | str | None = None) -> ElasticState:
+        """All coefficients zero."""
+        shape = (batch, self.geometry.kv_heads, self.bank.order, self.geometry.head_dim)
+        return ElasticState(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+
+    @full_precision
+    def read(self, state: State, seen: int, rope: Rope) -> Reading:
+        """K_mem, V_mem = R C^(K), R C^(V) (eq. 11); memory tokens get no positions."""
+        reconstruction = self.bank.reconstruction(seen, state[0].device)
+        return tuple(reconstruction @ part for part in state)
+
+    @full_precision
+    def write(self, state: State, block: Block, seen: int) -> ElasticState:
+        """C <- P C + K F (eq. 9)."""
+        step = self.bank.step(seen, seen + block.key.shape[2], block.key.device)
+        key, value = (
+            step.transition @ part + step.projection @ signal.float()
+            for part, signal in zip(state, (block.key, block.value), strict=True)
+        )
+        return ElasticState(key, value)
+
+    def read_all(
+        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], rope: Rope
+    ) -> Sequence[Reading]:
+        """Readings of all blocks from raw keys and values, by the cheaper of two roads that agree to rounding."""
+        size = self.geometry.block_size
+        blocks = -(-key.shape[2] // size)
+        if blocks == 1:
+            return []
+        plan = _plan(*_fields(self.bank), size, blocks, str(key.device), key.dtype, self.road)
+        road = self._direct if isinstance(plan, Direct) else self._recurrent
+        # One signal per feature: [batch, token, kv_head * dim], the layout the projections left them in.
+        keys, values = (road(plan, signal.transpose(1, 2).flatten(2)) for signal in (key, value))
+        return [
+            tuple(part.unflatten(2, (self.geometry.kv_heads, -1)).transpose(1, 2) for part in parts)
+            for parts in zip(keys, values, strict=True)
+        ]
+
+    def _direct(self, plan: Direct, signal: Float[Tensor, "batch token feature"]) -> list[Tensor]:
+        """W_i times the raw history: no state, and no block waits for another."""
+        readings = []
+        for index, weight in enumerate(plan.weights, 1):
+            history = signal[:, : weight.shape[1]]
+            if self.detach_every:
+                cut = index // self.detach_every * self.detach_every * self.geometry.block_size
+                history = torch.cat((history[:, :cut].detach(), history[:, cut:]), dim=1)
+            readings.append(weight @ history)
+        return readings
+
+    def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "batch token feature"]) -> list[Tensor]:
+        """P and K block by block; products in the signal's precision, state and sums in float32."""
+        blocks, size = plan.projections.shape[0], self.geometry.block_size
+        updates = plan.projections @ signal[:, : blocks * size].unflatten(1, (blocks, size))
+        states = [updates[:, 0].float()]
+        for index in range(1, blocks):
+            (entering,) = self.cut((states[-1],), index)
+            states.append((plan.transitions[index - 1] @ entering.to(signal.dtype)).float() + updates[:, index].float())
+        entering = torch.stack([self.cut((state,), index)[0] for index, state in enumerate(states, 1)], dim=1)
+        return list((plan.reconstructions @ entering.to(signal.dtype)).unbind(1))
+
+    def adapt(self, state: State) -> tuple[State, str | None]:
+        """Low coefficients are a prefix: a lower order keeps them, a higher one knows only them of the past."""
+        had, wanted = state[0].shape[2], self.bank.order
+        if had == wanted:
+            return state, None
+        if had > wanted:
+            kept = ElasticState(*(part[:, :, :wanted].clone() for part in state))
+            return kept, f"order lowered from {had} to {wanted}: the {had - wanted} finest coefficients are gone"
+        padding = (0, 0, 0, wanted - had)
+        padded = ElasticState(*(torch.nn.functional.pad(part, padding) for part in state))
+        return (
+            padded,
+            f"order raised from {had} to {wanted}: tokens read so far stay at order {had}, new ones get {wanted}",
+        )
+
+
+def _fields(bank: Bank) -> tuple[int, int, Any, tuple]:
+    return bank.order, bank.points, bank.sampling, bank.options
+
+
+# A constant of the compiled graph: building operators is float64 work that must not be traced.
+@torch.compiler.assume_constant_result
+def _plan(
+    order: int, points: int, sampling: Any, options: tuple, size: int, blocks: int, device: str, dtype: torch.dtype,
+    road: str | None,
+) -> Direct | Recurrent:  # fmt: skip
+    bank = Bank(order, points, sampling, options)
+    return bank.plan(size, blocks, torch.device(device), dtype, road=road)

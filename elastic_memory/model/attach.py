@@ -1,0 +1,98 @@
+"""Memory for a model that exists already: attach it, train or use it, take it off again."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from elastic_memory.memory import Geometry
+from elastic_memory.model.configuration import MemorySettings
+from elastic_memory.model.modeling import MemoryBackbone, MemoryCausalLM, install
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json
+
+
+def attach_memory(
+    model: Any,
+    layers: list[int] | None = None,
+    order: int | None = None,
+    points: int | None = None,
+    sampling: str | Callable | None = None,
+    block_size: int = 2048,
+    memory: str = "elastic",
+    local_attention: str = "block",
+    sampling_options: dict[str, float] | None = None,
+    **memory_options: Any,
+) -> Any:
+    """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 a memory, in place; its own weights stay where they are.
+
+    Without further arguments, a model that was saved with memory gets the memory it was saved with. Elastic memory adds no
+    parameters. Until a first block is complete the model computes what it did before, inside one block.
+    """
+    config = model.config
+    if isinstance(model, MemoryCausalLM):
+        raise ValueError(f"{type(model).__name__} has a memory already: detach_memory(model) first")
+    if config.model_type not in FAMILIES or not hasattr(model, "lm_head"):
+        raise ValueError(f"{type(model).__name__}: memory can be attached to causal LMs of {', '.join(FAMILIES)}")
+    given = {
+        "memory": memory, "memory_layers": layers, "local_attention": local_attention, "memory_order": order,
+        "memory_points": points, "sampling": sampling, "sampling_options": sampling_options,
+        "memory_options": memory_options, "block_size": block_size,
+    }  # fmt: skip
+    untouched = given == attach_defaults()
+    saved = getattr(config, SAVED, None)
+    values = dict(saved) if untouched and saved else given
+    settings = MemorySettings(geometry=_geometry(config, values.pop("block_size")), **values)
+
+    backbone = model.model
+    original = (model.__class__, backbone.__class__, backbone.layers)
+    install(backbone, settings)
+    _match(backbone, model)
+    backbone.__class__ = type(f"Memory{original[1].__name__}", (MemoryBackbone, original[1]), {})
+    model.__class__ = type(f"Memory{original[0].__name__}", (MemoryCausalLM, original[0]), {})
+    # Plain attributes: the original layers must not be registered twice.
+    object.__setattr__(model, "_before_memory", original)
+    setattr(config, SAVED, {**{k: v for k, v in given.items()}, **values, "block_size": settings.geometry.block_size})
+    return model
+
+
+def detach_memory(model: Any) -> Any:
+    """Undo `attach_memory`: the model it was, with the weights it has now."""
+    original = getattr(model, "_before_memory", None)
+    if original is None:
+        raise ValueError(f"{type(model).__name__} has no attached memory")
+    model.__class__, model.model.__class__, model.model.layers = original
+    object.__delattr__(model, "_before_memory")
+    if hasattr(model.config, SAVED):
+        delattr(model.config, SAVED)
+    return model
+
+
+def attach_defaults() -> dict[str, Any]:
+    """What `attach_memory` assumes when nothing is said."""
+    return {
+        "memory": "elastic", "memory_layers": None, "local_attention": "block", "memory_order": None,
+        "memory_points": None, "sampling": None, "sampling_options": None, "memory_options": {}, "block_size": 2048,
+    }  # fmt: skip
+
+
+def _geometry(config: Any, block_size: int) -> Geometry:
+    return Geometry(
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        layers=config.num_hidden_layers,
+        block_size=block_size,
+        initializer_range=config.initializer_range,
+    )
+
+
+def _match(backbone: Any, model: nn.Module) -> None:
+    """New parameters go where the layer's own are, in their precision, initialised."""
+    for layer in backbone.layers:
+        like = layer.self_attn.q_proj.weight
+        layer.memory.to(device=like.device, dtype=like.dtype)
+        layer.memory.reset()
+        layer.train(model.training)

@@ -1,0 +1,228 @@
+"""`MemoryCache`: what a model remembers between calls, of constant size, for `generate` and for streams of any length.
+
+A block is folded into memory when the first token after it arrives, not before: so at least the newest token can always be
+taken back, and a rollback inside the open block is exact.
+"""
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from transformers.cache_utils import Cache
+
+from elastic_memory.model import memory_file
+from elastic_memory.model.stream import LayerStream, Segment
+from elastic_memory.shapes import Int, Tensor
+
+if TYPE_CHECKING:
+    from elastic_memory.model.modeling import MemoryCausalLM
+
+
+class MemoryCache(Cache):
+    """State, open block and clock of each row of a batch.
+
+    Pass it as `past_key_values`. One cache of a single row given to a call with several rows is forked for each of them:
+    one book, many questions.
+    """
+
+    def __init__(self, model: "MemoryCausalLM"):
+        super().__init__(layers=[])
+        self.model = model
+        backbone = model.base_model
+        self.memories = [layer.memory for layer in backbone.layers]
+        self.locality = backbone.layers[0].locality
+        self.block_size = 2**62 if self.locality.kind == "full" else self.locality.block_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.streams: list[LayerStream] = []
+        self.seen: list[int] = []  # tokens in memory, by row
+        self.opened: list[int] = []  # tokens in the open block, by row
+        self.columns = 0  # columns fed so far, padding included
+        self.tokens: Tensor | None = None  # ids of the open block
+
+    # -- clock ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> list[int]:
+        """Tokens read so far, by row."""
+        return [seen + opened for seen, opened in zip(self.seen, self.opened, strict=True)]
+
+    @property
+    def batch(self) -> int:
+        """Number of rows; 0 before the first call."""
+        return len(self.seen)
+
+    def begin(self, batch: int, device: torch.device) -> None:
+        """Make room for `batch` rows, or check that they fit."""
+        if not self.streams:
+            sliding = self.locality.sliding
+            self.streams = [
+                LayerStream(memory, batch, device, keep_raw=sliding or bool(memory.start(1, "meta")))
+                for memory in self.memories
+            ]
+            self.seen, self.opened = [0] * batch, [0] * batch
+        elif batch != self.batch:
+            if batch % self.batch:
+                raise ValueError(f"a call with {batch} rows on a cache of {self.batch}: give as many, or a multiple")
+            self.batch_repeat_interleave(batch // self.batch)
+
+    def segment(self, takes: list[int], rope: Any, device: torch.device) -> Segment:
+        """The next tokens of each row, `takes[b]` of them, as the layers see them."""
+        width = max(takes)
+        # Rows that merely end sooner need no mask: what stands behind their last token nobody can see.
+        uniform = len(set(zip(self.seen, self.opened, strict=True))) == 1
+        starts = torch.tensor(self.opened[:1] if uniform else self.opened)
+        positions = (starts[:, None] + torch.arange(width)).to(device)
+        window = self.block_size if self.locality.sliding else None
+        return Segment(list(self.opened), width, positions, rope.at(positions), list(self.seen), window)
+
+    def advance(self, takes: list[int], ids: Int[Tensor, "batch token"] | None) -> None:
+        """Move the clocks; remember the ids, from which a saved open block is computed anew."""
+        if ids is None:
+            self.tokens = None
+        elif self.tokens is not None or not any(self.opened):
+            room = max(opened + ids.shape[1] for opened in self.opened)
+            if self.tokens is None or self.tokens.shape[1] < room:
+                grown = ids.new_zeros(self.batch, max(64, 1 << (room - 1).bit_length()))
+                if self.tokens is not None:
+                    grown[:, : self.tokens.shape[1]] = self.tokens
+                self.tokens = grown
+            places = torch.tensor(self.opened, device=ids.device)[:, None] + torch.arange(
+                ids.shape[1], device=ids.device
+            )
+            self.tokens.scatter_(1, places, ids)
+        self.opened = [opened + take for opened, take in zip(self.opened, takes, strict=True)]
+
+    def full_rows(self, wanting: list[bool]) -> dict[int, list[int]]:
+        """Rows whose open block is complete and that have more to read, by tokens in memory."""
+        groups: dict[int, list[int]] = {}
+        for row, (seen, opened) in enumerate(zip(self.seen, self.opened, strict=True)):
+            if opened == self.block_size and wanting[row]:
+                groups.setdefault(seen, []).append(row)
+        return groups
+
+    def closed(self, rows: list[int]) -> None:
+        """The open blocks of `rows` are in memory now."""
+        for row in rows:
+            self.seen[row] += self.opened[row]
+            self.opened[row] = 0
+
+    def refresh(self, rope: Any) -> None:
+        """Follow a change of retrieval settings since the last call, and say what became of the states."""
+        said = {stream.refresh(self.seen, rope, self.model.dtype) for stream in self.streams} - {None}
+        for sentence in sorted(filter(None, said)):
+            warnings.warn(f"memory of a warm cache: {sentence}", stacklevel=4)
+
+    def holds(self, ids: Int[Tensor, "rows column"]) -> bool:
+        """Whether `ids` is a whole sequence that begins with what was read, as far as the open block can tell."""
+        if self.tokens is None or len(ids) % self.batch or ids.shape[1] < self.columns:
+            return False
+        read = ids[:: len(ids) // self.batch, : self.columns].to(self.tokens.device)
+        return all(
+            torch.equal(read[row, self.columns - opened :], self.tokens[row, :opened])
+            for row, opened in enumerate(self.opened)
+        )
+
+    # -- rows, time travel ---------------------------------------------------------------------------------------------
+
+    def select(self, rows: Int[Tensor, "rows"]) -> None:
+        """Keep, repeat or reorder rows."""
+        chosen = rows.tolist()
+        self.seen, self.opened = [self.seen[row] for row in chosen], [self.opened[row] for row in chosen]
+        self.tokens = None if self.tokens is None else self.tokens[rows.to(self.tokens.device)]
+        for stream in self.streams:
+            stream.select(rows)
+
+    def fork(self) -> Self:
+        """An independent copy; the original goes on unaffected."""
+        copy = type(self).__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy.seen, copy.opened = list(self.seen), list(self.opened)
+        copy.tokens = None if self.tokens is None else self.tokens.clone()
+        copy.streams = [stream.fork() for stream in self.streams]
+        return copy
+
+    def rollback(self, tokens: int) -> None:
+        """Take back the newest tokens of every row: exact inside the open block, an error beyond it."""
+        if tokens < 0:
+            raise ValueError(f"rollback({tokens}): give the number of tokens to take back")
+        if self.opened and tokens > min(self.opened):
+            raise ValueError(
+                f"rollback({tokens}): only {min(self.opened)} tokens are in the open block; older ones are compressed. "
+                "Take a fork() before you read what you may want to undo"
+            )
+        self.opened = [opened - tokens for opened in self.opened]
+        self.columns -= tokens
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, exact: bool = False) -> None:
+        """Write a memory file: state, clock, and the open block as token ids, which loading reads again.
+
+        `exact=True` stores the open block's keys and values instead: larger, and bit for bit what was saved.
+        """
+        memory_file.save(self, Path(path), exact)
+
+    @classmethod
+    def load(cls, path: str | Path, model: "MemoryCausalLM", force: bool = False) -> Self:
+        """Read a memory file. Another model's is refused; `force=True` accepts other weights if all shapes agree."""
+        cache = cls(model)
+        memory_file.load(cache, Path(path), force)
+        return cache
+
+    def nbytes(self) -> int:
+        """Bytes it holds now."""
+        own = [] if self.tokens is None else [self.tokens]
+        return sum(x.numel() * x.element_size() for stream in self.streams for x in stream.tensors()) + sum(
+            x.numel() * x.element_size() for x in own
+        )
+
+    # -- what transformers asks of a cache -----------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns fed so far, padding included: `generate` counts in columns."""
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No maximum."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """As for any cache that has kept everything; no such mask is ever used."""
+        return self.columns + query_length, 0
+
+    def reorder_cache(self, beam_idx: Int[Tensor, "rows"]) -> None:
+        """Beam search."""
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: Int[Tensor, "rows"]) -> None:
+        """Keep some rows."""
+        self.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Fork every row."""
+        self.select(torch.arange(self.batch).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """`rollback`, as transformers spells it: minus the number of tokens."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give minus the number of tokens to remove")
+        self.rollback(-tokens_to_remove)
+
+    is_compileable = False
+    is_initialized = True
+    is_croppable = False  # across a block's end it cannot be undone
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """No layer of transformers' kind."""
+        return [False] * len(self.memories)
+
+    def __len__(self) -> int:
+        return len(self.memories)
+
+    def __repr__(self) -> str:
+        return f"MemoryCache(rows={self.batch}, clock={self.clock}, bytes={self.nbytes():,})"

@@ -1,0 +1,192 @@
+"""`MemoryLlamaConfig`: a Llama and the memory it carries, strict about what it is told."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Self
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+from elastic_memory.memory import MEMORIES, Geometry, Memory
+from elastic_memory.model.layer import Locality
+
+LOCAL_ATTENTION = ("block", "sliding", "full")
+
+# The paper's models as its figures determine them, and one that trains on a laptop (docs/choices.md, "sizes").
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "vocab_size": 512, "block_size": 64, "memory_points": 16,
+    },
+    "100m": {"hidden_size": 720, "intermediate_size": 1920, "num_hidden_layers": 12, "num_attention_heads": 8},
+    "200m": {"hidden_size": 1080, "intermediate_size": 2880, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "400m": {"hidden_size": 1440, "intermediate_size": 4864, "num_hidden_layers": 12, "num_attention_heads": 16},
+}  # fmt: skip
+PAPER = {"block_size": 2048, "memory_points": 512, "vocab_size": 32000}
+COMMON = {
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Which memory, where, how large: what `MemoryLlamaConfig` adds to a model, and `attach_memory` too."""
+
+    geometry: Geometry
+    memory: str = "elastic"
+    memory_layers: list[int] | None = None
+    local_attention: str = "block"
+    memory_order: int | None = None
+    memory_points: int | None = None
+    sampling: str | Callable | None = None
+    sampling_options: dict[str, float] | None = None
+    memory_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known(self.memory, MEMORIES, "memory")
+        known(self.local_attention, LOCAL_ATTENTION, "local_attention")
+        if self.geometry.block_size < 1:
+            raise ValueError(f"block_size={self.geometry.block_size}: give a number of tokens from 1 on")
+        for layer in self.memory_layers or ():
+            if not 0 <= layer < self.geometry.layers:
+                raise ValueError(f"memory_layers has {layer}; this model has layers 0 to {self.geometry.layers - 1}")
+        kind = MEMORIES[self.memory]
+        if kind.layers(1) == [] and self.memory_layers:
+            raise ValueError(f"memory={self.memory!r} with memory_layers={self.memory_layers}: leave the layers out")
+        memory = kind.build(self.geometry, self.options())
+        if self.local_attention == "full" and self.layers():
+            raise ValueError("local_attention='full' sees everything already: use it with memory='none'")
+        if self.local_attention == "sliding" and memory.no_sliding:
+            raise ValueError(f"local_attention='sliding' is undefined for {self.memory!r}: {memory.no_sliding}")
+
+    @property
+    def locality(self) -> Locality:
+        """What a token sees without memory."""
+        return Locality(self.local_attention, self.geometry.block_size)
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of the mechanism; only those that were given, so that one that has no such option complains."""
+        named = {
+            "order": self.memory_order,
+            "points": self.memory_points,
+            "sampling": self.sampling,
+            "sampling_options": self.sampling_options,
+        }
+        given = {name: value for name, value in named.items() if value is not None}
+        for name in given.keys() & self.memory_options.keys():
+            raise ValueError(f"{name!r} stands in memory_options and as a setting of its own: give it once")
+        return given | self.memory_options
+
+    def layers(self) -> list[int]:
+        """Layers with memory."""
+        return MEMORIES[self.memory].layers(self.geometry.layers) if self.memory_layers is None else self.memory_layers
+
+    def memory_at(self, index: int) -> Memory:
+        """A fresh memory for one layer."""
+        if index in self.layers():
+            return MEMORIES[self.memory].build(self.geometry, self.options())
+        return MEMORIES["none"].build(self.geometry, {})
+
+
+@strict
+class MemoryLlamaConfig(LlamaConfig):
+    """A Llama and its memory.
+
+    `memory`: a name of MEMORIES. `memory_layers`: indices, None for the mechanism's own choice. `block_size`: tokens that
+    see each other. `local_attention`: block, sliding or full. `memory_order`: size of the state (coefficients; for a queue
+    its tokens; for summaries their number). `memory_points`, `sampling`, `sampling_options`: how the state is read.
+    `memory_options`: further arguments of the mechanism. None leaves a setting to the mechanism's default.
+    """
+
+    model_type = "memory_llama"
+
+    memory: str = "elastic"
+    memory_layers: list[int] | None = None
+    block_size: int = 2048
+    local_attention: str = "block"
+    memory_order: int | None = None
+    memory_points: int | None = None
+    sampling: str | None = None
+    sampling_options: dict | None = None
+    memory_options: dict | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        _refuse_unknown(self, kwargs)
+        super().__post_init__(**kwargs)
+        self.settings()
+
+    def geometry(self) -> Geometry:
+        """The shape of a layer."""
+        return Geometry(
+            width=self.hidden_size,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            layers=self.num_hidden_layers,
+            block_size=self.block_size,
+            initializer_range=self.initializer_range,
+        )
+
+    def settings(self) -> MemorySettings:
+        """The memory part of the configuration, checked."""
+        return MemorySettings(
+            geometry=self.geometry(),
+            memory=self.memory,
+            memory_layers=self.memory_layers,
+            local_attention=self.local_attention,
+            memory_order=self.memory_order,
+            memory_points=self.memory_points,
+            sampling=self.sampling,
+            sampling_options=self.sampling_options,
+            memory_options=self.memory_options or {},
+        )
+
+    @classmethod
+    def preset(cls, name: str, memory: str = "elastic", memory_multiple: int = 1, **overrides: Any) -> Self:
+        """A size of the paper (100m, 200m, 400m) or `tiny`, with a memory of a multiple of the paper's size.
+
+        >>> MemoryLlamaConfig.preset("100m", memory="elastic", memory_multiple=16).memory_order
+        8640
+        """
+        known(name, PRESETS, "preset")
+        known(memory, MEMORIES, "memory")
+        values = COMMON | PAPER | PRESETS[name] | overrides
+        if memory_multiple < 1:
+            raise ValueError(
+                f"memory_multiple={memory_multiple}: give 1, 2, 4, 8 or 16, as the paper does, or any from 1 on"
+            )
+        bare = {key: value for key, value in values.items() if not key.startswith(("memory_", "sampling"))}
+        shape = cls(memory="none", **(bare | {"local_attention": "block"})).geometry()
+        kind = MEMORIES[memory]
+        if "memory_order" not in overrides:
+            values["memory_order"] = kind.order_at(memory_multiple, shape)
+        if "memory_points" not in overrides and not kind.has_option("points"):
+            del values["memory_points"]
+        return cls(memory=memory, **values)
+
+
+def known(name: Any, names: Any, what: str) -> None:
+    """Refuse a name that is not among `names`; suggest the nearest."""
+    if name not in names:
+        near = get_close_matches(str(name), list(names), 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{what}={name!r}: there are {', '.join(names)}.{hint}")
+
+
+# What transformers itself passes beside the declared fields, in files and in code.
+_TRANSFORMERS = {
+    "attn_implementation", "dtype", "model_type", "name_or_path", "num_labels", "output_attentions", "rope_scaling",
+    "rope_theta", "torch_dtype", "experts_implementation", "default_theta", "ignore_keys_at_rope_validation",
+    "return_unused_kwargs",
+}  # fmt: skip
+
+
+def _refuse_unknown(config: MemoryLlamaConfig, kwargs: dict[str, Any]) -> None:
+    names = [item.name for item in fields(config)]
+    for name in kwargs:
+        if name not in _TRANSFORMERS and not name.startswith("_"):
+            near = get_close_matches(name, names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"MemoryLlamaConfig has no setting {name!r}{hint}")

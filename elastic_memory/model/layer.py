@@ -1,0 +1,249 @@
+"""A decoder layer that attends inside blocks and carries a memory between them.
+
+It takes over the parts of a Hugging Face layer of the Llama kind (norms, projections, MLP) and replaces what its attention
+does. Two roads through it agree to rounding: all blocks of a sample at once, and a stream, some tokens at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from elastic_memory.attention import masked, rotate, trapezoidal, window_mask
+from elastic_memory.memory import Block, Memory, Reading
+from elastic_memory.model.stream import LayerStream, Segment
+from elastic_memory.shapes import Bool, Float, Int, Tensor
+
+Heads = Float[Tensor, "batch head token dim"]
+
+
+class Rope:
+    """Rotary positions, which run 0, 1, ... inside each block, so that a layer is the same function in every block."""
+
+    def __init__(self, rotary: nn.Module, like: Tensor):
+        self.rotary, self.like = rotary, like
+
+    def at(self, positions: Int[Tensor, "*rows token"]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at some positions, negative ones included: tokens before the block."""
+        cos, sin = self.rotary(self.like, positions.reshape(-1, positions.shape[-1]))
+        return cos, sin
+
+    def __call__(self, x: Heads, positions: Int[Tensor, "*rows token"]) -> Heads:
+        """Rotate `x` to some positions."""
+        return rotate(x, *self.at(positions)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Locality:
+    """What a token sees without memory: its `block`, the newest `block_size` tokens (`sliding`), or everything (`full`)."""
+
+    kind: str
+    block_size: int
+
+    @property
+    def sliding(self) -> bool:
+        """Whether the previous block is looked at too."""
+        return self.kind == "sliding"
+
+    def span(self, length: int) -> int:
+        """Block length for a sample of `length` tokens."""
+        return length if self.kind == "full" else min(self.block_size, length)
+
+
+class MemoryAttention(nn.Module):
+    """The projections of a Llama-like attention, and the memory beside them."""
+
+    def __init__(self, attention: Any, memory: Memory):
+        super().__init__()
+        for name, child in attention.named_children():
+            self.add_module(name, child)
+        self.head_dim, self.scaling = attention.head_dim, attention.scaling
+        self.memory = memory
+        # A probe: replaces the block's own keys and values in attention; memory is written from the clean ones.
+        self.corrupt: Callable[[Heads, Heads], tuple[Heads, Heads]] | None = None
+
+    def project(self, hidden: Float[Tensor, "batch token width"]) -> tuple[Heads, Heads, Heads]:
+        """Queries, keys and values before rotary positions."""
+        query, key, value = (
+            project(hidden).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def mix(
+        self,
+        query: Heads,
+        rotated: Heads,
+        key: Heads,
+        value: Heads,
+        reading: Reading | None,
+        mask: Bool[Tensor, "*rows query key"] | None = None,
+        visible: Bool[Tensor, "batch column"] | None = None,
+    ) -> Heads:
+        """Attention of a block: `key` and `value` are all its columns, those of a joining memory in front included."""
+        if mask is None:
+            mixed = trapezoidal(rotated, key, value, self.scaling)
+        else:
+            mixed = masked(rotated, key, value, mask, self.scaling)
+        if reading and not self.memory.joins:
+            mixed = self.memory.mix(mixed, query, rotated, reading, visible)
+        return mixed
+
+    def join(self, reading: Reading | None, key: Heads, value: Heads) -> tuple[Heads, Heads]:
+        """Memory tokens in front of the block's own, if this memory joins the softmax."""
+        if self.corrupt is not None:
+            key, value = self.corrupt(key, value)
+        if not reading or not self.memory.joins:
+            return key, value
+        return torch.cat((reading[0].to(key.dtype), key), 2), torch.cat((reading[1].to(value.dtype), value), 2)
+
+
+class MemoryLayer(GradientCheckpointingLayer):
+    """Pre-norm decoder layer: attention with memory, then the MLP."""
+
+    def __init__(self, layer: Any, memory: Memory, locality: Locality):
+        super().__init__()
+        self.self_attn = MemoryAttention(layer.self_attn, memory)
+        self.mlp = layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.locality = locality
+
+    @property
+    def memory(self) -> Memory:
+        """The mechanism of this layer."""
+        return self.self_attn.memory
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "batch token width"],
+        rope: Rope,
+        stream: LayerStream | None = None,
+        segment: Segment | None = None,
+    ) -> Float[Tensor, "batch token width"]:
+        """All blocks of whole samples; or, given a stream, the next tokens of each row."""
+        if stream is not None and segment is not None:
+            return self._stream(hidden, rope, stream, segment)
+        if self.memory.parallel:
+            return self._all_blocks(hidden, rope)
+        return self._block_by_block(hidden, rope)
+
+    def _finish(self, hidden: Tensor, mixed: Heads) -> Tensor:
+        hidden = hidden + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def _all_blocks(self, hidden: Tensor, rope: Rope) -> Tensor:
+        attention, length = self.self_attn, hidden.shape[1]
+        size = self.locality.span(length)
+        query, key, value = attention.project(self.input_layernorm(hidden))
+        readings = attention.memory.read_all(key, value, rope)
+
+        # A last block that is short is filled up with zeros, which no earlier token can see.
+        query, key, value = (_fold(x, size) for x in (query, key, value))
+        positions = torch.arange(size, device=hidden.device)
+        rotated, rotated_key = (rope(x.flatten(0, 1), positions).view_as(x) for x in (query, key))
+        previous = rope(key.flatten(0, 1), positions - size).view_as(key) if self.locality.sliding else None
+
+        mixed = []
+        for first, last, reading in _spans(query.shape[1], readings, apart=bool(readings) or self.locality.sliding):
+            parts = [x[:, first:last].flatten(0, 1) for x in (query, rotated, rotated_key, value)]
+            window, mask = parts[2:], None
+            if previous is not None and first > 0:
+                before = [x[:, first - 1 : last - 1].flatten(0, 1) for x in (previous, value)]
+                window = [torch.cat(pair, dim=2) for pair in zip(before, window, strict=True)]
+            columns = attention.join(reading, *window)
+            if previous is not None:
+                front = columns[0].shape[2] - window[0].shape[2]
+                mask = window_mask(size, window[0].shape[2] - size, size, hidden.device)
+                mask = torch.cat((mask.new_ones(size, front), mask), dim=1)
+            block = attention.mix(*parts[:2], *columns, reading, mask)
+            mixed.append(block.unflatten(0, (-1, last - first)))
+        joined = torch.cat(mixed, dim=1) if len(mixed) > 1 else mixed[0]
+        # [batch, block, head, token, dim] -> [batch, head, token, dim]
+        return self._finish(hidden, joined.transpose(1, 2).flatten(2, 3)[:, :, :length])
+
+    def _block_by_block(self, hidden: Tensor, rope: Rope) -> Tensor:
+        memory, outputs, seen = self.memory, [], 0
+        state, reading = memory.start(hidden.shape[0], hidden.device), None
+        for index, tokens in enumerate(hidden.split(self.locality.block_size, dim=1)):
+            if index > 0:
+                state = memory.cut(memory.write(state, block, seen), index)  # noqa: F821
+                seen += self.locality.block_size
+                reading = memory.read(state, seen, rope)
+            positions = torch.arange(tokens.shape[1], device=hidden.device)
+            query, key, value = self.self_attn.project(self.input_layernorm(tokens))
+            local = self.self_attn.join(reading, rope(key, positions), value)
+            outputs.append(self._finish(tokens, self.self_attn.mix(query, rope(query, positions), *local, reading)))
+            block = Block(key, value, outputs[-1], self._extender(rope, local, reading, tokens.shape[1]))
+        return torch.cat(outputs, dim=1)
+
+    def _extender(
+        self, rope: Rope, local: tuple[Heads, Heads], reading: Reading | None, length: int
+    ) -> Callable[[Tensor], Tensor]:
+        """Runs further tokens through the layer behind a block of `length` tokens, whose columns are `local`."""
+
+        def extend(tokens: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
+            positions = torch.arange(length, length + tokens.shape[1], device=tokens.device)
+            query, key, value = self.self_attn.project(self.input_layernorm(tokens))
+            columns = torch.cat((local[0], rope(key, positions)), 2), torch.cat((local[1], value), 2)
+            return self._finish(tokens, self.self_attn.mix(query, rope(query, positions), *columns, reading))
+
+        return extend
+
+    def _stream(self, hidden: Tensor, rope: Rope, stream: LayerStream, segment: Segment) -> Tensor:
+        attention = self.self_attn
+        query, key, value = attention.project(self.input_layernorm(hidden))
+        rotated, rotated_key = (rotate(x, *segment.rope).to(x.dtype) for x in (query, key))
+        stream.append(segment, key=rotated_key, value=value, raw=key)
+        columns = stream.columns(segment)
+        if attention.corrupt is not None:
+            front = stream.front
+            noisy = attention.corrupt(*(x[:, :, front:] for x in columns))
+            columns = tuple(torch.cat((x[:, :, :front], y), 2) for x, y in zip(columns, noisy, strict=True))
+        mask = segment.mask(stream) if self.locality.sliding or not segment.uniform else None
+        mixed = attention.mix(query, rotated, *columns, stream.reading, mask, stream.visible)
+        output = self._finish(hidden, mixed)
+        stream.append(segment, output=output)
+        return output
+
+    def close(self, rope: Rope, stream: LayerStream, rows: list[int], seen: int) -> None:
+        """Fold the complete open block of some rows, which began at token `seen`, into memory, and open the next."""
+        size = self.locality.block_size
+        block = stream.block(rows, size)
+        if self.memory.needs_output:
+            columns = stream.block_columns(rows, size)
+            reading = tuple(part[rows] for part in stream.reading) if stream.reading and seen else None
+            block = block._replace(extend=self._extender(rope, columns, reading, size))
+        window = None
+        if self.locality.sliding:
+            window = rope(block.key, torch.arange(-size, 0, device=block.key.device)), block.value
+        stream.close(rows, block, seen, rope, window)
+
+
+def _fold(x: Heads, size: int) -> Float[Tensor, "batch block head size dim"]:
+    """Cut the tokens into blocks; no copy when they fill them."""
+    x = x.transpose(1, 2)
+    short = -x.shape[1] % size
+    if short:
+        x = nn.functional.pad(x, (0, 0, 0, 0, 0, short))
+    return x.unflatten(1, (-1, size)).transpose(2, 3)
+
+
+def _spans(blocks: int, readings: Any, apart: bool) -> list[tuple[int, int, Reading | None]]:
+    """Neighbouring blocks whose readings have one size, to be attended in one call: (first, last, their readings)."""
+    if not apart or blocks == 1:
+        return [(0, blocks, None)]
+    spans: list[tuple[int, int, Reading | None]] = [(0, 1, None)]
+    if not readings:
+        return [*spans, (1, blocks, None)]
+    for _, group in groupby(readings, key=lambda reading: reading[0].shape):
+        together = list(group)
+        first = spans[-1][1]
+        stacked = tuple(torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*together, strict=True))
+        spans.append((first, first + len(together), stacked))
+    return spans

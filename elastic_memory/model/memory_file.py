@@ -1,0 +1,212 @@
+"""Memory files: a `MemoryCache` on disk, as safetensors, tied to the model that made it.
+
+A file is read only after its header has proved that it belongs to this model: names, shapes, types, sizes and fingerprints.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from elastic_memory.shapes import Tensor
+
+if TYPE_CHECKING:
+    from elastic_memory.model.cache import MemoryCache
+    from elastic_memory.model.modeling import MemoryCausalLM
+
+VERSION = 1
+LARGEST_HEADER = 2**20
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
+
+
+def weights_fingerprint(model: "MemoryCausalLM") -> str:
+    """A hash of every parameter's name and shape and of 64 of its values."""
+    digest, samples = hashlib.sha256(), []
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)};".encode())
+        flat = parameter.detach().flatten()
+        samples.append(flat[:: max(1, flat.numel() // 64)][:64].float())
+    digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def config_fingerprint(model: "MemoryCausalLM") -> dict[str, Any]:
+    """What a state's meaning depends on besides the weights."""
+    locality = model.base_model.layers[0].locality
+    return {
+        "block_size": locality.block_size,
+        "local_attention": locality.kind,
+        "layers": [
+            [type(layer.memory).__name__, [list(part.shape[1:]) for part in layer.memory.start(1, "meta")]]
+            for layer in model.base_model.layers
+        ],
+    }
+
+
+def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
+    """Write `cache` to `path`, whole or not at all."""
+    if not cache.streams:
+        raise ValueError("this cache has read nothing yet: there is nothing to save")
+    longest = max(cache.opened)
+    tensors: dict[str, Tensor] = {}
+    for index, stream in enumerate(cache.streams):
+        tensors |= {f"layers.{index}.state.{part}": tensor for part, tensor in enumerate(stream.state)}
+    if exact or cache.locality.sliding:
+        for index, stream in enumerate(cache.streams):
+            tensors |= {f"layers.{index}.open.{name}": x for name, x in stream.open_tokens(longest).items()}
+            tensors |= {f"layers.{index}.window.{part}": x for part, x in enumerate(stream.window or ())}
+    if cache.tokens is not None:
+        tensors["tokens"] = cache.tokens[:, :longest]
+    elif not (exact or cache.locality.sliding):
+        raise ValueError("the open block was fed as embeddings, so its token ids are unknown: save with exact=True")
+    header = {
+        "version": VERSION,
+        "weights": weights_fingerprint(cache.model),
+        "config": config_fingerprint(cache.model),
+        "seen": cache.seen,
+        "opened": cache.opened,
+        "columns": cache.columns,
+    }
+    partial = path.with_name(path.name + ".partial")
+    try:
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            partial,
+            metadata={"elastic_memory": json.dumps(header)},
+        )
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def load(cache: "MemoryCache", path: Path, force: bool) -> None:
+    """Fill the empty `cache` from `path`, or refuse and say why."""
+    model = cache.model
+    header, described = _read_header(path)
+    _check_owner(path, header, model, force)
+    seen, opened = header["seen"], header["opened"]
+    _check_clock(path, header, cache.block_size)
+    device = next(model.parameters()).device
+    cache.begin(len(seen), device)
+    expected = _expected(cache, len(seen), max(opened), described)
+    if described != expected:
+        wrong = sorted(set(described.items()) ^ set(expected.items()))[:3]
+        raise ValueError(f"{path}: its tensors do not fit this model, for example {wrong}")
+
+    tensors = load_file(path, device=str(device))
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{path}: {name} holds NaN or infinity")
+    ids = tensors.get("tokens")
+    if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < model.config.vocab_size:
+        raise ValueError(f"{path}: token ids outside the vocabulary of {model.config.vocab_size}")
+    exact = "layers.0.open.key" in tensors
+    cache.seen, cache.columns = list(seen), header["columns"]
+    rope = model.base_model.rope()
+    for index, stream in enumerate(cache.streams):
+        stream.state = tuple(tensors[f"layers.{index}.state.{part}"] for part in range(len(stream.state)))
+        window = [tensors[name] for part in range(2) if (name := f"layers.{index}.window.{part}") in tensors]
+        stream.window = (window[0], window[1]) if window else None
+        stream.read_anew(cache.seen, rope, model.dtype)
+        if exact:
+            prefix = f"layers.{index}.open."
+            stream.reopen({name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)})
+    if exact:
+        cache.opened, cache.tokens = list(opened), ids
+    elif max(opened) and ids is not None:
+        mask = torch.arange(max(opened), device=device) < torch.tensor(opened, device=device)[:, None]
+        model.base_model(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, keep=1)
+        cache.columns = header["columns"]
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
+    """The metadata, and name -> (dtype, shape) of each tensor, without reading any."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(LARGEST_HEADER, size - 8):
+            raise ValueError(f"{path}: not a memory file (its header claims {length:,} bytes of {size:,})")
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+        metadata = json.loads(header.pop("__metadata__")["elastic_memory"], object_pairs_hook=_unique)
+        described = {name: (about["dtype"], tuple(about["shape"])) for name, about in header.items()}
+        ends = [about["data_offsets"][1] for about in header.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError(f"{path}: not a memory file ({type(error).__name__}: {error})") from None
+    if not isinstance(metadata, dict) or max(ends, default=0) != size - 8 - length:
+        raise ValueError(
+            f"{path}: damaged: it has {size:,} bytes, its header describes {8 + length + max(ends, default=0):,}"
+        )
+    return metadata, described
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError("duplicate keys")
+    return dict(pairs)
+
+
+def _check_owner(path: Path, header: dict[str, Any], model: "MemoryCausalLM", force: bool) -> None:
+    if header.get("version") != VERSION:
+        raise ValueError(f"{path}: format version {header.get('version')!r}; this release reads {VERSION}")
+    here = config_fingerprint(model)
+    if header.get("config") != here:
+        raise ValueError(f"{path}: made by a model of another shape: {_difference(header.get('config'), here)}")
+    if header.get("weights") != weights_fingerprint(model) and not force:
+        raise ValueError(
+            f"{path}: made with other weights; its state means nothing to this model. "
+            "force=True (--force) loads it all the same"
+        )
+
+
+def _difference(there: Any, here: dict[str, Any]) -> str:
+    if not isinstance(there, dict):
+        return "it does not say which"
+    return "; ".join(f"{key}: {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key])[
+        :500
+    ]
+
+
+def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
+    seen, opened, columns = (header.get(name) for name in ("seen", "opened", "columns"))
+    good = (
+        isinstance(seen, list)
+        and isinstance(opened, list)
+        and 0 < len(seen) == len(opened) <= 2**16
+        and all(type(n) is int and 0 <= n < 2**62 and n % block_size == 0 for n in seen)
+        and all(type(n) is int and 0 <= n <= min(block_size, 2**31) for n in opened)
+        and type(columns) is int
+        and 0 <= columns < 2**62
+    )
+    if not good:
+        raise ValueError(f"{path}: its clock is impossible: seen {seen}, open {opened}, columns {columns}"[:300])
+
+
+def _expected(
+    cache: "MemoryCache", batch: int, longest: int, described: dict[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The tensors a file of this model must hold; whether it was saved `exact`, it may choose."""
+    config, expected = cache.model.config, {}
+    exact = any(".open." in name for name in described)
+    names = {torch_type: name for name, torch_type in DTYPES.items()}
+    dtype = names[cache.model.dtype]
+    heads, dim = cache.memories[0].geometry.kv_heads, cache.memories[0].geometry.head_dim
+    if "tokens" in described or not exact:
+        expected["tokens"] = ("I64", (batch, longest))
+    for index, stream in enumerate(cache.streams):
+        for part, tensor in enumerate(stream.state):
+            expected[f"layers.{index}.state.{part}"] = ("F32", tuple(tensor.shape))
+        for name in sorted(stream.kept) if exact else ():
+            shape = (batch, longest, config.hidden_size) if name == "output" else (batch, heads, longest, dim)
+            expected[f"layers.{index}.open.{name}"] = (dtype, shape)
+        if exact and cache.locality.sliding and any(n.startswith(f"layers.{index}.window") for n in described):
+            for part in range(2):
+                expected[f"layers.{index}.window.{part}"] = (dtype, (batch, heads, cache.block_size, dim))
+    return expected

@@ -1,0 +1,327 @@
+"""Llama, its layers replaced: `MemoryLlamaForCausalLM`, and the two mixins that do the same for other models of its kind."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM, LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from elastic_memory.memory import MEMORIES, Memory
+from elastic_memory.model.cache import MemoryCache
+from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
+from elastic_memory.model.layer import MemoryLayer, Rope
+from elastic_memory.model.loss import next_token_loss
+from elastic_memory.model.rows import Rows, from_mask, from_positions
+from elastic_memory.shapes import Float, Int, Tensor
+
+# Labelled calls longer than this compute the loss in pieces and return no logits: at 32,768 tokens and a vocabulary of
+# 32,000 they would take 4 GiB.
+LOGITS_AT_MOST = 8192
+
+
+class MemoryBackbone:
+    """Mixin for `LlamaModel` and its kind: embedding, layers with memory, norm."""
+
+    def rope(self) -> Rope:
+        """Rotary positions of this model."""
+        return Rope(self.rotary_emb, self.embed_tokens.weight)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch column"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: MemoryCache | None = None,
+        inputs_embeds: Float[Tensor, "batch column width"] | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        keep: int = 0,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of every column, or of the last `keep`.
+
+        `attention_mask` says which columns are real (left or right padding alike). Without a cache, `position_ids` that
+        start again at 0 separate packed documents; with one they are ignored, as each row has its own clock.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if kwargs.get("output_attentions"):
+            raise ValueError("output_attentions: fused attention kernels do not return their weights")
+        source = input_ids if input_ids is not None else inputs_embeds
+        if source.shape[1] == 0:
+            raise ValueError("no tokens: give at least one column")
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(f"attention_mask of shape {tuple(attention_mask.shape)}: give [batch, column]")
+        if use_cache and past_key_values is None:
+            past_key_values = MemoryCache(self._owner())
+        if past_key_values is not None:
+            hidden = self._stream(input_ids, inputs_embeds, attention_mask, past_key_values, keep)
+            return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+        rows = None
+        if position_ids is not None and position_ids.shape == source.shape[:2]:
+            rows = from_positions(position_ids, attention_mask)
+        if rows is None and attention_mask is not None:
+            rows = from_mask(attention_mask[:, -source.shape[1] :])
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(rows.align(input_ids) if rows else input_ids)
+        elif rows:
+            inputs_embeds = rows.align(inputs_embeds)
+        hidden, every = inputs_embeds, [inputs_embeds]
+        rope = Rope(self.rotary_emb, hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, rope)
+            every.append(hidden)
+        hidden = self.norm(hidden)
+        if rows:
+            hidden = rows.restore(hidden)
+        states = tuple(rows.restore(x) if rows else x for x in every[:-1]) + (hidden,) if output_hidden_states else None
+        return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], hidden_states=states)
+
+    def _owner(self) -> Any:
+        """What a cache asks for its layers and parameters."""
+        return self
+
+    @torch.no_grad()
+    def _stream(
+        self, ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None, cache: MemoryCache, keep: int
+    ) -> Float[Tensor, "batch column width"]:
+        """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length."""
+        if not isinstance(cache, MemoryCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}; this model needs a MemoryCache(model)")
+        source = ids if ids is not None else embeds
+        batch, columns = source.shape[:2]
+        cache.begin(batch, source.device)
+        rows = _padded_rows(mask, columns)
+        lengths = rows.lengths if rows else [columns] * batch
+        aligned = rows.align(source) if rows else source
+        rope = Rope(self.rotary_emb, self.embed_tokens.weight)
+        cache.refresh(rope)
+
+        done, pieces = [0] * batch, []
+        while any(length > start for start, length in zip(done, lengths, strict=True)):
+            wanting = [length > start for start, length in zip(done, lengths, strict=True)]
+            for seen, full in cache.full_rows(wanting).items():
+                for layer, stream in zip(self.layers, cache.streams, strict=True):
+                    layer.close(rope, stream, full, seen)
+                cache.closed(full)
+            takes = [
+                min(cache.block_size - opened, length - start)
+                for opened, start, length in zip(cache.opened, done, lengths, strict=True)
+            ]
+            piece = _cut(aligned, done, max(takes))
+            segment = cache.segment(takes, rope, source.device)
+            hidden = self.embed_tokens(piece) if ids is not None else piece
+            for layer, stream in zip(self.layers, cache.streams, strict=True):
+                hidden = layer(hidden, rope, stream, segment)
+            cache.advance(takes, piece if ids is not None else None)
+            pieces.append((done, takes, hidden))
+            done = [start + take for start, take in zip(done, takes, strict=True)]
+            if keep and rows is None:
+                pieces = _newest(pieces, keep)
+        cache.columns += columns
+        return self.norm(_assemble(pieces, rows, columns, keep))
+
+
+def _padded_rows(mask: Tensor | None, columns: int) -> Rows | None:
+    """The layout of the new columns, if any of them is padding."""
+    if mask is None:
+        return None
+    if mask.shape[1] < columns:
+        raise ValueError(f"attention_mask has {mask.shape[1]} columns for {columns} tokens: give one for each at least")
+    new = mask[:, -columns:]
+    return None if bool(new.all()) else from_mask(new)
+
+
+def _cut(x: Tensor, starts: list[int], width: int) -> Tensor:
+    """`width` tokens of each row from its own start; what lies behind a row's end repeats its last token."""
+    if len(set(starts)) == 1:
+        return x[:, starts[0] : starts[0] + width]
+    places = torch.tensor(starts, device=x.device)[:, None] + torch.arange(width, device=x.device)
+    return x[torch.arange(len(x), device=x.device)[:, None], places.clamp(max=x.shape[1] - 1)]
+
+
+def _newest(pieces: list, keep: int) -> list:
+    """The pieces that hold the last `keep` tokens: the others need not be kept."""
+    held = 0
+    for index in range(len(pieces) - 1, -1, -1):
+        held += pieces[index][2].shape[1]
+        if held >= keep:
+            return pieces[index:]
+    return pieces
+
+
+def _assemble(pieces: list, rows: Rows | None, columns: int, keep: int) -> Tensor:
+    """The pieces' hidden states at the columns their tokens came from."""
+    if all(len(set(takes)) == 1 and len(set(done)) == 1 for done, takes, _ in pieces):
+        hidden = torch.cat([hidden for _, _, hidden in pieces], dim=1)
+    else:
+        like = pieces[0][2]
+        hidden = like.new_zeros(len(like), columns, like.shape[2])
+        for done, takes, piece in pieces:
+            for row, (start, take) in enumerate(zip(done, takes, strict=True)):
+                hidden[row, start : start + take] = piece[row, :take]
+    if rows is not None:
+        hidden = rows.restore(hidden)
+    return hidden[:, -keep:]
+
+
+class MemoryCausalLM:
+    """Mixin for `LlamaForCausalLM` and its kind: loss without logits, caches, retrieval settings, accounting."""
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch column"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: MemoryCache | None = None,
+        inputs_embeds: Float[Tensor, "batch column width"] | None = None,
+        labels: Int[Tensor, "batch column"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As every causal LM of transformers.
+
+        Labelled calls longer than 8,192 tokens return `logits=None`, unless `logits_to_keep` asks for some.
+        """
+        if labels is not None and self.training and (past_key_values is not None or use_cache):
+            raise ValueError("training reads whole samples, with memory inside the call: leave past_key_values out")
+        if use_cache and past_key_values is None:
+            past_key_values = MemoryCache(self)
+        kept = logits_to_keep if isinstance(logits_to_keep, int) and labels is None else 0
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            keep=kept,
+            **kwargs,
+        )
+        hidden, loss, logits = outputs.last_hidden_state, None, None
+        if labels is not None:
+            loss = next_token_loss(
+                hidden, self.lm_head.weight, _predictable(labels, attention_mask, position_ids), num_items_in_batch
+            )
+        asked = not isinstance(logits_to_keep, int) or logits_to_keep > 0
+        if labels is None or asked or hidden.shape[0] * hidden.shape[1] <= LOGITS_AT_MOST:
+            wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, wanted])
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+
+    @property
+    def memories(self) -> dict[int, Memory]:
+        """The memories by layer index, layers without one left out."""
+        return {
+            index: layer.memory for index, layer in enumerate(self.base_model.layers) if layer.memory.start(1, "meta")
+        }
+
+    def set_retrieval(self, **changes: Any) -> None:
+        """Read the memory with another `sampling`, number of `points` or `order`, without retraining.
+
+        A warm cache follows at its next call: low coefficients are a prefix, so what can be kept is kept.
+        """
+        if not self.memories:
+            raise ValueError("this model has no memory whose retrieval could be set")
+        for memory in self.memories.values():
+            memory.set_retrieval(**changes)
+
+    def memory_report(self) -> list[dict[str, Any]]:
+        """Per layer with memory: mechanism, floats of state per row (carried, and as the paper counts), parameters."""
+        names = {kind: name for name, kind in MEMORIES.items()}
+        return [
+            {
+                "layer": index,
+                "memory": names[type(memory)],
+                "state_floats": memory.floats.paper,
+                "carried_floats": memory.floats.carried,
+                "extra_parameters": memory.extra_parameters,
+            }
+            for index, memory in self.memories.items()
+        ]
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. With a warm `past_key_values`, `inputs` are the tokens that come next.
+
+        The whole sequence, including what the cache has read, is understood too: it is recognised by the open block.
+        """
+        cache = kwargs.get("past_key_values")
+        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        if isinstance(cache, MemoryCache) and cache.columns and ids is not None:
+            whole = cache.holds(ids)
+            if whole and ids.shape[1] == cache.columns:
+                cache.rollback(1)  # the newest token is read again, for its logits
+            elif not whole and (mask := kwargs.get("attention_mask")) is None:
+                kwargs["attention_mask"] = ids.new_ones(len(ids), cache.columns + ids.shape[1])
+            elif not whole and mask.shape[1] == ids.shape[1]:
+                kwargs["attention_mask"] = torch.cat((mask.new_ones(len(ids), cache.columns), mask), dim=1)
+        return super().generate(inputs, *args, **kwargs)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
+    ) -> None:
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = MemoryCache(self)
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _predictable(labels: Tensor, mask: Tensor | None, positions: Tensor | None) -> Int[Tensor, "batch column"]:
+    """Labels without those that only padding, or another document, could predict."""
+    if mask is not None:
+        unseen = mask[:, -labels.shape[1] :].roll(1, dims=1) == 0
+        labels = labels.masked_fill(unseen, -100)
+    if positions is not None and positions.shape == labels.shape:
+        labels = labels.masked_fill(positions == 0, -100)
+    return labels
+
+
+def install(backbone: Any, settings: MemorySettings) -> None:
+    """Replace the layers of a Llama-like model by layers with memory, which share their parameters."""
+    kept = [
+        MemoryLayer(layer, settings.memory_at(index), settings.locality) for index, layer in enumerate(backbone.layers)
+    ]
+    backbone.layers = nn.ModuleList(kept)
+
+
+class _Initialised:
+    """Weights as Llama initialises them, output projections smaller with depth, memories as they say themselves."""
+
+    _no_split_modules = ("MemoryLayer",)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, MemoryLayer):
+            std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
+            for projection in (module.self_attn.o_proj, module.mlp.down_proj):
+                nn.init.normal_(projection.weight, std=std)
+        elif isinstance(module, Memory):
+            module.reset()
+
+
+class MemoryLlamaModel(MemoryBackbone, _Initialised, LlamaModel):
+    """The model without its head."""
+
+    config_class = MemoryLlamaConfig
+
+    def __init__(self, config: MemoryLlamaConfig):
+        super().__init__(config)
+        install(self, config.settings())
+        self.post_init()
+
+
+class MemoryLlamaForCausalLM(MemoryCausalLM, _Initialised, LlamaForCausalLM):
+    """A Llama decoder whose chosen layers carry a fixed-size recurrent memory."""
+
+    config_class = MemoryLlamaConfig
+
+    def __init__(self, config: MemoryLlamaConfig):
+        super(LlamaForCausalLM, self).__init__(config)
+        self.model = MemoryLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()

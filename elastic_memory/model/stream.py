@@ -1,0 +1,239 @@
+"""What a layer keeps between calls: the memory state, its reading, and the open block's keys and values.
+
+Rows have clocks of their own. Where all agree no mask is ever built; where they differ one mask per call says who sees what.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from elastic_memory.memory import Block, Memory, Reading, State
+from elastic_memory.shapes import Bool, Int, Tensor
+
+SMALLEST = 64  # tokens of room a fresh open block starts with; doubled as it fills
+
+
+@dataclass
+class Segment:
+    """Some tokens of each row, all inside that row's open block: `width` columns, of which row b uses its first few."""
+
+    opened: list[int]  # tokens of the open block before the segment, by row
+    width: int
+    positions: Int[Tensor, "rows token"]  # inside the block; one row where all agree
+    rope: tuple[Tensor, Tensor]
+    seen: list[int]  # tokens in memory, by row
+    window: int | None  # sliding attention looks back this far
+    masks: dict[Any, Tensor] = field(default_factory=dict)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows have one clock."""
+        return self.positions.shape[0] == 1
+
+    def mask(self, stream: "LayerStream") -> Bool[Tensor, "rows 1 token column"]:
+        """Which of the layer's columns each token sees: memory, previous block, open block."""
+        memory, before = stream.memory_columns, stream.front - stream.memory_columns
+        key = (memory, before, tuple(stream.counts))
+        if key not in self.masks:
+            device = self.positions.device
+            query = self.positions[:, :, None]
+            local = torch.arange(-before, max(self.opened) + self.width, device=device)
+            seen = torch.tensor(self.seen, device=device)[: len(self.positions), None, None]
+            visible = (local <= query) & ((local >= 0) | (seen > 0))
+            if self.window is not None:
+                visible &= query - local < self.window
+            counts = torch.tensor(stream.counts, device=device)[: len(self.positions), None, None]
+            remembered = (torch.arange(memory, device=device) < counts).expand(-1, self.width, -1)
+            self.masks[key] = torch.cat((remembered, visible), dim=2).unsqueeze(1)
+        return self.masks[key]
+
+
+class LayerStream:
+    """One layer's part of a `MemoryCache`."""
+
+    def __init__(self, memory: Memory, batch: int, device: torch.device, keep_raw: bool):
+        self.memory = memory
+        self.state: State = memory.start(batch, device)
+        self.reading: Reading | None = None  # for rows with fewer columns than others, zeros fill it up
+        self.counts = [0] * batch  # columns of the reading that are real, by row
+        self.retrieval = memory.retrieval
+        self.window: tuple[Tensor, Tensor] | None = None  # the previous block, for sliding attention
+        self.open: dict[str, Tensor] = {}
+        # Attention needs rotated keys, memory raw ones; outputs only where the mechanism says so.
+        self.kept = {"key", "value"} | ({"raw"} if keep_raw else set()) | ({"output"} if memory.needs_output else set())
+
+    @property
+    def memory_columns(self) -> int:
+        """Columns of memory in front of the open block."""
+        return self.reading[0].shape[2] if self.reading and self.memory.joins else 0
+
+    @property
+    def front(self) -> int:
+        """All columns in front of the open block."""
+        return self.memory_columns + (self.window[0].shape[2] if self.window else 0)
+
+    @property
+    def visible(self) -> Bool[Tensor, "batch column"] | None:
+        """Which columns of a reading that does not join are real, where rows differ."""
+        if not self.reading or self.memory.joins or len(set(self.counts)) == 1:
+            return None
+        counts = torch.tensor(self.counts, device=self.reading[0].device)
+        return torch.arange(self.reading[0].shape[2], device=counts.device) < counts[:, None]
+
+    def append(self, segment: Segment, **tensors: Tensor) -> None:
+        """Put the segment's keys, values, ... behind the open tokens of each row."""
+        for name, tensor in tensors.items():
+            if name not in self.kept:
+                continue
+            axis = 1 if name == "output" else 2
+            front = self.front if name in ("key", "value") else 0
+            buffer = self._room(name, tensor, axis, front, max(segment.opened) + segment.width)
+            if segment.uniform:
+                buffer.narrow(axis, front + segment.opened[0], segment.width).copy_(tensor)
+            else:
+                index = front + segment.positions.reshape(
+                    -1, *[1] * (axis - 1), segment.width, *[1] * (tensor.ndim - axis - 1)
+                )
+                buffer.scatter_(axis, index.expand_as(tensor), tensor)
+
+    def _room(self, name: str, like: Tensor, axis: int, front: int, tokens: int) -> Tensor:
+        """The buffer called `name`, with room for `tokens` open tokens behind its front columns."""
+        buffer = self.open.get(name)
+        if buffer is None or buffer.shape[axis] < front + tokens:
+            shape = list(like.shape)
+            shape[axis] = front + max(SMALLEST, 1 << (tokens - 1).bit_length())
+            grown = like.new_zeros(shape)
+            if buffer is not None:
+                grown.narrow(axis, 0, buffer.shape[axis]).copy_(buffer)
+            elif front:
+                grown.narrow(axis, 0, front).copy_(self._front(name))
+            self.open[name] = buffer = grown
+        return buffer
+
+    def _front(self, name: str) -> Tensor:
+        """What stands in front of the open keys or values: memory, then the previous block."""
+        part = ("key", "value").index(name)
+        parts = [self.reading[part]] if self.memory_columns and self.reading else []
+        parts += [self.window[part]] if self.window else []
+        return torch.cat(parts, dim=2)
+
+    def columns(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """All keys and values the segment's tokens may see."""
+        end = self.front + max(segment.opened) + segment.width
+        return self.open["key"][:, :, :end], self.open["value"][:, :, :end]
+
+    def block_columns(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that tokens behind the complete block of `rows` would see (rows with one clock)."""
+        count, front = self.counts[rows[0]] if self.memory.joins else 0, self.front
+        key, value = (
+            torch.cat((self.open[name][rows, :, :count], self.open[name][rows, :, front : front + size]), dim=2)
+            for name in ("key", "value")
+        )
+        return key, value
+
+    def block(self, rows: list[int], size: int) -> Block:
+        """The complete open block of some rows."""
+        output = self.open["output"][rows, :size] if "output" in self.open else None
+        value = self.open["value"][rows, :, self.front : self.front + size]
+        # Without memory nobody reads the raw keys; the values stand in for their shape.
+        key = self.open["raw"][rows, :, :size] if "raw" in self.open else value
+        return Block(key, value, output)
+
+    def close(self, rows: list[int], block: Block, seen: int, rope: Any, window: tuple[Tensor, Tensor] | None) -> None:
+        """Write `block` of `rows` into the state, read for the next block, and clear what the rows had open."""
+        state = self.memory.write(tuple(part[rows] for part in self.state), block, seen)
+        self.state = tuple(_put(old, rows, new) for old, new in zip(self.state, state, strict=True))
+        reading = self.memory.read(state, seen + block.key.shape[2], rope)
+        kept = self.open_tokens() if len(rows) < len(self.counts) else {}
+        self._merge(rows, reading, block.value.dtype)
+        if window is not None:
+            old = self.window or tuple(part.new_zeros(len(self.counts), *part.shape[1:]) for part in window)
+            self.window = tuple(_put(a, rows, b) for a, b in zip(old, window, strict=True))  # type: ignore[assignment]
+        self.reopen(kept)
+
+    def open_tokens(self, longest: int | None = None) -> dict[str, Tensor]:
+        """The open tokens' keys, values, ... without what stands in front of them."""
+        kept = {}
+        for name, tensor in self.open.items():
+            front = self.front if name in ("key", "value") else 0
+            axis = 1 if name == "output" else 2
+            kept[name] = tensor.narrow(axis, front, longest if longest is not None else tensor.shape[axis] - front)
+        return kept
+
+    def reopen(self, kept: dict[str, Tensor]) -> None:
+        """Fresh buffers behind the present front, with these open tokens."""
+        self.open = {}
+        for name, tensor in kept.items():
+            axis = 1 if name == "output" else 2
+            front = self.front if name in ("key", "value") else 0
+            self._room(name, tensor, axis, front, tensor.shape[axis]).narrow(axis, front, tensor.shape[axis]).copy_(
+                tensor
+            )
+
+    def _merge(self, rows: list[int], reading: Reading, dtype: torch.dtype) -> None:
+        """Replace the readings of some rows; columns that a row does not have are zeros."""
+        if not reading:
+            return
+        if self.memory.joins:
+            reading = tuple(part.to(dtype) for part in reading)
+        for row in rows:
+            self.counts[row] = reading[0].shape[2]
+        if len(rows) == len(self.counts):
+            self.reading = reading
+            return
+        width = max(self.counts)
+        old = self.reading or tuple(part.new_zeros(len(self.counts), *part.shape[1:]) for part in reading)
+        self.reading = tuple(_put(_widen(a, width), rows, _widen(b, width)) for a, b in zip(old, reading, strict=True))
+
+    def refresh(self, seen: list[int], rope: Any, dtype: torch.dtype) -> str | None:
+        """After `set_retrieval`: fit the state to the new settings and read it anew. Says what became of the state."""
+        if self.retrieval == self.memory.retrieval:
+            return None
+        self.retrieval = self.memory.retrieval
+        self.state, said = self.memory.adapt(self.state)
+        kept = self.open_tokens()
+        self.read_anew(seen, rope, dtype)
+        self.reopen(kept)
+        return said
+
+    def read_anew(self, seen: list[int], rope: Any, dtype: torch.dtype) -> None:
+        """Make the readings of all rows from the state."""
+        self.reading, self.counts = None, [0] * len(seen)
+        for tokens in sorted(set(seen) - {0}):
+            rows = [row for row, count in enumerate(seen) if count == tokens]
+            self._merge(rows, self.memory.read(tuple(part[rows] for part in self.state), tokens, rope), dtype)
+
+    def select(self, rows: Int[Tensor, "rows"]) -> None:
+        """Keep, repeat or reorder rows."""
+        chosen = rows.tolist()
+        self.counts = [self.counts[row] for row in chosen]
+        self.state = tuple(part[rows] for part in self.state)
+        self.reading = self.reading and tuple(part[rows] for part in self.reading)
+        self.window = self.window and tuple(part[rows] for part in self.window)  # type: ignore[assignment]
+        self.open = {name: tensor[rows] for name, tensor in self.open.items()}
+
+    def fork(self) -> "LayerStream":
+        """An independent copy. States, readings and windows are values that nobody writes to; open buffers are not."""
+        copy = LayerStream.__new__(LayerStream)
+        copy.__dict__.update(self.__dict__)
+        copy.counts = list(self.counts)
+        copy.open = {name: tensor.clone() for name, tensor in self.open.items()}
+        return copy
+
+    def tensors(self) -> list[Tensor]:
+        """Everything it holds."""
+        return [*self.state, *(self.reading or ()), *(self.window or ()), *self.open.values()]
+
+
+def _put(old: Tensor, rows: list[int], new: Tensor) -> Tensor:
+    if len(rows) == len(old):
+        return new.to(old.dtype)
+    return old.index_copy(0, torch.tensor(rows, device=old.device), new.to(old.dtype))
+
+
+def _widen(part: Tensor, columns: int) -> Tensor:
+    missing = columns - part.shape[2] if part.ndim > 2 else 0
+    if missing <= 0:
+        return part
+    return torch.cat((part, part.new_zeros(*part.shape[:2], missing, *part.shape[3:])), dim=2)
