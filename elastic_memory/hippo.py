@@ -78,18 +78,16 @@ def transitions(order: int, ratios: Float[Tensor, " ratio"]) -> Float[Tensor, "r
     """
     power = ratios.new_zeros(len(ratios), order, order)
     power[:, 0, 0] = ratios
-    index = torch.arange(1, order, dtype=torch.float64, device=ratios.device)
-    b = index / (4 * index**2 - 1).sqrt()
-    shift, reach = (ratios - 1)[:, None], ratios[:, None] * b
-    scalars = b.tolist()
+    b = [m / math.sqrt(4 * m**2 - 1) for m in range(1, order)]
+    shift, reach = (ratios - 1)[:, None], ratios[:, None] * ratios.new_tensor(b)
     for n in range(order - 1):
         last, new = power[:, n, : n + 1], power[:, n + 1, : n + 2]
         torch.mul(last, shift, out=new[:, : n + 1])
         new[:, 1:].addcmul_(last, reach[:, : n + 1])
         if n:
             new[:, :n].addcmul_(last[:, 1:], reach[:, :n])
-            new[:, :n].sub_(power[:, n - 1, :n], alpha=scalars[n - 1])
-        new.div_(scalars[n])
+            new[:, :n].sub_(power[:, n - 1, :n], alpha=b[n - 1])
+        new.div_(b[n])
     return power
 
 

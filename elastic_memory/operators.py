@@ -20,6 +20,8 @@ import torch
 from elastic_memory import hippo, sampling
 from elastic_memory.shapes import Float, Tensor
 
+BATCH = 2**22  # entries of the float64 matrices built together for the recurrent road
+
 # What building W holds at once: so many tokens of so many histories, and so many polynomials of them. A GPU wants few
 # long launches, a CPU what fits its caches.
 SWEEP = {"cpu": 2**13, "cuda": 2**15}
@@ -145,13 +147,13 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
     transitions = torch.empty(max(blocks - 2, 0), order, order, device=device, dtype=dtype)
     ratios = torch.arange(1, max(blocks - 1, 1), dtype=torch.float64, device=device)
     ratios = ratios / (ratios + 1)
-    together = max(1, 2**25 // order**2)
+    together = max(1, BATCH // order**2)
     for first in range(0, len(ratios), together):
         transitions[first : first + together] = hippo.transitions(order, ratios[first : first + together])
 
     projections = torch.empty(blocks - 1, order, size, device=device, dtype=dtype)
     tokens = torch.arange(size + 1, dtype=torch.float64, device=device)
-    together = max(1, 2**25 // (order * size))
+    together = max(1, BATCH // (order * size))
     for group in (read[first : first + together] for first in range(0, len(read), together)):
         edges = torch.stack([(tokens + size * (block - 1)) / (size * block) for block in group])
         projections[group[0] - 1 : group[-1]] = hippo.projections(order, edges).transpose(0, 1)
