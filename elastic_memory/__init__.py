@@ -1,4 +1,4 @@
-"""Elastic Memory: a fixed-size memory for Llama, its mathematics, its baselines, and what it takes to train and judge it."""
+"""Elastic Memory: a fixed-size memory for Llama, its mathematics, its baselines, and what it takes to judge it."""
 
 import importlib
 from typing import Any

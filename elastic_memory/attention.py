@@ -25,7 +25,7 @@ def trapezoidal(
 ) -> Float[Tensor, "batch head query dim"]:
     """The queries are the last of the keys' tokens: each sees itself and every key before it.
 
-    With as many keys as queries this is plain causal attention; memory in front of the block makes the mask a trapezoid.
+    With as many keys as queries this is plain causal attention; memory in front of the block makes it a trapezoid.
     """
     queries, before = query.shape[2], key.shape[2] - query.shape[2]
     grouped = query.shape[1] != key.shape[1]

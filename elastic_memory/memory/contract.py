@@ -1,11 +1,11 @@
 """What a memory is.
 
-A sample is read in blocks. Before a block, `read` turns the state left by all earlier blocks into a *reading*, which the
-block's queries use; after it, `write` folds the block into the state. State and reading are values, tuples of tensors
-whose first axis is the row of the batch: passed in, returned, never kept on `self`. Block 0 has no reading at all.
+A sample is read in blocks. Before a block, `read` turns the state left by all earlier blocks into a *reading*, which
+the block's queries use; after it, `write` folds the block into the state. State and reading are values, tuples of
+tensors whose first axis is the row of the batch: passed in, returned, never kept on `self`. Block 0 has no reading.
 
-A mechanism is one subclass in one file. It never sees masks, padding or positions in the sample: rows with clocks of their
-own, streaming, caches and gradient checkpointing are the caller's work.
+A mechanism is one subclass in one file. It never sees masks, padding or positions in the sample: rows with clocks of
+their own, streaming, caches and gradient checkpointing are the caller's work.
 """
 
 from collections.abc import Callable, Sequence

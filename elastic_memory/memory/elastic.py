@@ -1,4 +1,4 @@
-"""Elastic Memory: the whole history of keys and values as one polynomial, sampled where the reader likes (Algorithm 1)."""
+"""Elastic Memory: all past keys and values as one polynomial, sampled where the reader likes (Algorithm 1)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -112,11 +112,12 @@ class ElasticMemory(Memory):
     def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "batch token feature"]) -> list[Tensor]:
         """P and K block by block; products in the signal's precision, state and sums in float32."""
         blocks, size = plan.projections.shape[0], self.geometry.block_size
-        updates = plan.projections @ signal[:, : blocks * size].unflatten(1, (blocks, size))
-        states = [updates[:, 0].float()]
+        kept = torch.promote_types(signal.dtype, torch.float32)
+        updates = (plan.projections @ signal[:, : blocks * size].unflatten(1, (blocks, size))).to(kept)
+        states = [updates[:, 0]]
         for index in range(1, blocks):
             (entering,) = self.cut((states[-1],), index)
-            states.append((plan.transitions[index - 1] @ entering.to(signal.dtype)).float() + updates[:, index].float())
+            states.append((plan.transitions[index - 1] @ entering.to(signal.dtype)).to(kept) + updates[:, index])
         entering = torch.stack([self.cut((state,), index)[0] for index, state in enumerate(states, 1)], dim=1)
         return list((plan.reconstructions @ entering.to(signal.dtype)).unbind(1))
 

@@ -27,8 +27,8 @@ def attach_memory(
 ) -> Any:
     """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 a memory, in place; its own weights stay where they are.
 
-    Without further arguments, a model that was saved with memory gets the memory it was saved with. Elastic memory adds no
-    parameters. Until a first block is complete the model computes what it did before, inside one block.
+    Without further arguments, a model that was saved with memory gets the memory it was saved with. Elastic memory adds
+    no parameters. Until a first block is complete the model computes what it did before, inside one block.
     """
     config = model.config
     if isinstance(model, MemoryCausalLM):

@@ -1,7 +1,7 @@
 """`MemoryCache`: what a model remembers between calls, of constant size, for `generate` and for streams of any length.
 
-A block is folded into memory when the first token after it arrives, not before: so at least the newest token can always be
-taken back, and a rollback inside the open block is exact.
+A block is folded into memory when the first token after it arrives, not before: so at least the newest token can
+always be taken back, and a rollback inside the open block is exact.
 """
 
 import warnings
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class MemoryCache(Cache):
     """State, open block and clock of each row of a batch.
 
-    Pass it as `past_key_values`. One cache of a single row given to a call with several rows is forked for each of them:
-    one book, many questions.
+    Pass it as `past_key_values`. A cache of one row given to a call with several rows is forked for each of them: one
+    book, many questions.
     """
 
     def __init__(self, model: "MemoryCausalLM"):
@@ -128,7 +128,7 @@ class MemoryCache(Cache):
 
     # -- rows, time travel ---------------------------------------------------------------------------------------------
 
-    def select(self, rows: Int[Tensor, "rows"]) -> None:
+    def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep, repeat or reorder rows."""
         chosen = rows.tolist()
         self.seen, self.opened = [self.seen[row] for row in chosen], [self.opened[row] for row in chosen]
@@ -194,11 +194,11 @@ class MemoryCache(Cache):
         """As for any cache that has kept everything; no such mask is ever used."""
         return self.columns + query_length, 0
 
-    def reorder_cache(self, beam_idx: Int[Tensor, "rows"]) -> None:
+    def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
         """Beam search."""
         self.select(beam_idx)
 
-    def batch_select_indices(self, indices: Int[Tensor, "rows"]) -> None:
+    def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
         """Keep some rows."""
         self.select(indices)
 

@@ -94,10 +94,10 @@ class MemorySettings:
 class MemoryLlamaConfig(LlamaConfig):
     """A Llama and its memory.
 
-    `memory`: a name of MEMORIES. `memory_layers`: indices, None for the mechanism's own choice. `block_size`: tokens that
-    see each other. `local_attention`: block, sliding or full. `memory_order`: size of the state (coefficients; for a queue
-    its tokens; for summaries their number). `memory_points`, `sampling`, `sampling_options`: how the state is read.
-    `memory_options`: further arguments of the mechanism. None leaves a setting to the mechanism's default.
+    `memory`: a name of MEMORIES. `memory_layers`: indices, None for the mechanism's own choice. `block_size`: tokens
+    that see each other. `local_attention`: block, sliding or full. `memory_order`: size of the state (coefficients; for
+    a queue its tokens; for summaries their number). `memory_points`, `sampling`, `sampling_options`: how the state is
+    read. `memory_options`: further arguments of the mechanism. None leaves a setting to the mechanism's default.
     """
 
     model_type = "memory_llama"

@@ -1,7 +1,8 @@
 """A decoder layer that attends inside blocks and carries a memory between them.
 
-It takes over the parts of a Hugging Face layer of the Llama kind (norms, projections, MLP) and replaces what its attention
-does. Two roads through it agree to rounding: all blocks of a sample at once, and a stream, some tokens at a time.
+It takes over the parts of a Hugging Face layer of the Llama kind (norms, projections, MLP) and replaces what its
+attention does. Two roads through it agree to rounding: all blocks of a sample at once, and a stream, some tokens at a
+time.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Locality:
-    """What a token sees without memory: its `block`, the newest `block_size` tokens (`sliding`), or everything (`full`)."""
+    """What a token sees without memory: its `block`, the newest `block_size` tokens (`sliding`), or all (`full`)."""
 
     kind: str
     block_size: int
@@ -168,18 +169,17 @@ class MemoryLayer(GradientCheckpointingLayer):
         return self._finish(hidden, joined.transpose(1, 2).flatten(2, 3)[:, :, :length])
 
     def _block_by_block(self, hidden: Tensor, rope: Rope) -> Tensor:
-        memory, outputs, seen = self.memory, [], 0
+        memory, outputs, size = self.memory, [], self.locality.block_size
         state, reading = memory.start(hidden.shape[0], hidden.device), None
-        for index, tokens in enumerate(hidden.split(self.locality.block_size, dim=1)):
-            if index > 0:
-                state = memory.cut(memory.write(state, block, seen), index)  # noqa: F821
-                seen += self.locality.block_size
-                reading = memory.read(state, seen, rope)
+        for index, tokens in enumerate(hidden.split(size, dim=1), 1):
             positions = torch.arange(tokens.shape[1], device=hidden.device)
             query, key, value = self.self_attn.project(self.input_layernorm(tokens))
             local = self.self_attn.join(reading, rope(key, positions), value)
             outputs.append(self._finish(tokens, self.self_attn.mix(query, rope(query, positions), *local, reading)))
-            block = Block(key, value, outputs[-1], self._extender(rope, local, reading, tokens.shape[1]))
+            if index * size < hidden.shape[1]:  # the last block is read by nobody
+                block = Block(key, value, outputs[-1], self._extender(rope, local, reading, size))
+                state = memory.cut(memory.write(state, block, (index - 1) * size), index)
+                reading = memory.read(state, index * size, rope)
         return torch.cat(outputs, dim=1)
 
     def _extender(

@@ -1,6 +1,6 @@
 """Memory files: a `MemoryCache` on disk, as safetensors, tied to the model that made it.
 
-A file is read only after its header has proved that it belongs to this model: names, shapes, types, sizes and fingerprints.
+A file is read only after its header has proved that it belongs to this model: names, shapes, types, fingerprints.
 """
 
 import hashlib

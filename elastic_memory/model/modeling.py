@@ -1,4 +1,4 @@
-"""Llama, its layers replaced: `MemoryLlamaForCausalLM`, and the two mixins that do the same for other models of its kind."""
+"""Llama, its layers replaced: `MemoryLlamaForCausalLM`, and two mixins that do the same for other such models."""
 
 from typing import Any
 
@@ -76,7 +76,9 @@ class MemoryBackbone:
         hidden = self.norm(hidden)
         if rows:
             hidden = rows.restore(hidden)
-        states = tuple(rows.restore(x) if rows else x for x in every[:-1]) + (hidden,) if output_hidden_states else None
+        states = None
+        if output_hidden_states:
+            states = (*(rows.restore(x) if rows else x for x in every[:-1]), hidden)
         return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], hidden_states=states)
 
     def _owner(self) -> Any:

@@ -1,7 +1,7 @@
 """Padding and packing, turned into rows that begin at their own first token.
 
-In a causal model whatever stands behind a row's last token is invisible to it. So no mask is needed: real tokens are moved
-to the front of their rows, documents packed into one row get rows of their own, and results are moved back.
+In a causal model whatever stands behind a row's last token is invisible to it. So no mask is needed: real tokens are
+moved to the front of their rows, documents packed into one row get rows of their own, and results are moved back.
 """
 
 from dataclasses import dataclass

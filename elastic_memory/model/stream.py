@@ -1,6 +1,6 @@
 """What a layer keeps between calls: the memory state, its reading, and the open block's keys and values.
 
-Rows have clocks of their own. Where all agree no mask is ever built; where they differ one mask per call says who sees what.
+Rows have clocks of their own. Where all agree no mask is built; where they differ one mask per call says who sees what.
 """
 
 from dataclasses import dataclass, field
@@ -204,7 +204,7 @@ class LayerStream:
             rows = [row for row, count in enumerate(seen) if count == tokens]
             self._merge(rows, self.memory.read(tuple(part[rows] for part in self.state), tokens, rope), dtype)
 
-    def select(self, rows: Int[Tensor, "rows"]) -> None:
+    def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep, repeat or reorder rows."""
         chosen = rows.tolist()
         self.counts = [self.counts[row] for row in chosen]

@@ -1,0 +1,37 @@
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+import elastic_memory as em
+
+settings.register_profile("here", deadline=None, derandomize=True)
+settings.load_profile("here")
+
+# Small, and with weights large enough that memory matters to the logits.
+SMALL = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=61, block_size=8, initializer_range=0.3, memory_order=11, memory_points=5, memory_layers=[1],
+)  # fmt: skip
+
+
+def small_model(memory="elastic", seed=0, **overrides):
+    """A model small enough for property tests, in eval mode."""
+    values = SMALL | overrides
+    if memory == "none":
+        values = {name: value for name, value in values.items() if not name.startswith("memory_")}
+    torch.manual_seed(seed)
+    return em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset("tiny", memory=memory, **values)).eval()
+
+
+@pytest.fixture
+def model():
+    return small_model()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 61, (2, 45), generator=torch.Generator().manual_seed(1))
