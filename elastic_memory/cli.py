@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
     "demo": "Train two tiny models on this machine and compare them.",
@@ -21,21 +21,29 @@ COMMANDS = {
 
 
 class LazyGroup(TyperGroup):
-    """Imports a subcommand's module only when it is asked for, so that `elastic --help` is instant."""
+    """Imports a subcommand's module only when it is called, so that `elastic --help` needs none of them."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: D102
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, name: str) -> Any:  # noqa: D102
-        if name not in COMMANDS:
-            return None
-        function = getattr(importlib.import_module(f"elastic_memory.commands.{name}"), name)
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(name, help=function.__doc__, short_help=COMMANDS[name])(function)
-        return typer.main.get_command(app)
+        return TyperCommand(name, short_help=COMMANDS[name]) if name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: D102
+        name, _, rest = super().resolve_command(ctx, args)
+        function = getattr(importlib.import_module(f"elastic_memory.commands.{name}"), str(name))
+        one = typer.Typer(add_completion=False)
+        one.command(name, help=function.__doc__)(function)
+        return name, typer.main.get_command(one), rest
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, help="Elastic Memory.")
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Elastic Memory.",
+)
 
 
 @app.callback()

@@ -1,0 +1,38 @@
+"""Tables: one content, shown in a terminal and kept as Markdown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich import table as rich_table
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of finished text under named columns; `note` says how to read it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def rich(self) -> rich_table.Table:
+        """For a terminal: the first column is text, the others are numbers."""
+        shown = rich_table.Table(title=self.title, caption=self.note, box=box.SIMPLE_HEAD, title_justify="left")
+        shown.caption_justify = "left"
+        for index, column in enumerate(self.columns):
+            shown.add_column(column, justify="right" if index else "left")
+        for row in self.rows:
+            shown.add_row(*row)
+        return shown
+
+    def markdown(self) -> str:
+        """For a page."""
+        rule = ["---"] + ["---:"] * (len(self.columns) - 1)
+        lines = ["| " + " | ".join(cells) + " |" for cells in (self.columns, rule, *self.rows)]
+        return "\n".join([f"**{self.title}**", "", *lines, "", self.note]).rstrip() + "\n"
+
+
+def number(value: float) -> str:
+    """Three digits: plain where it reads well, with an exponent where it is small."""
+    return f"{value:.3f}" if value >= 0.01 else f"{value:.2e}".replace("e-0", "e-")

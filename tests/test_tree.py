@@ -1,0 +1,132 @@
+"""The tree is the data flow: imports run one way, mechanisms are named in one place, nothing dangerous is called."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "elastic_memory"
+ORDER = (
+    "shapes", "hippo", "sampling", "operators", "attention", "memory", "model", "data", "training", "evaluation",
+    "report", "commands", "cli",
+)  # fmt: skip
+FILES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = sorted(
+    path
+    for folder in ("elastic_memory", "tests", "benchmarks", "experiments")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def part(path: Path) -> str:
+    """The part of the package a file belongs to: `memory/elastic.py` to memory, `hippo.py` to hippo."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Parts of the package that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: imports name the whole path"
+            names |= {node.module or ""}
+            if node.module == "elastic_memory":
+                names |= {f"elastic_memory.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("elastic_memory.")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_from_what_stands_above_it(path):
+    if path == PACKAGE / "__init__.py":
+        return
+    own = part(path)
+    assert own in ORDER, f"{own} has no place in the tree"
+    later = {name for name in imported(parse(path)) - {own} if ORDER.index(name) > ORDER.index(own)}
+    assert not later, f"{own} stands above {later} and must not import from it"
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("hippo", {"shapes"}), ("sampling", {"shapes"})])
+def test_the_mathematics_stands_alone(name, allowed):
+    assert imported(parse(PACKAGE / f"{name}.py")) <= allowed
+
+
+@pytest.mark.parametrize("name", ["hippo", "sampling", "operators", "attention", "memory"])
+def test_the_memory_knows_nothing_of_transformers(name):
+    for path in FILES:
+        if part(path) == name:
+            assert not re.search(r"^\s*(import|from) transformers", path.read_text(), re.MULTILINE), path
+
+
+def test_no_mechanism_is_singled_out_outside_its_file():
+    from elastic_memory.memory import MEMORIES
+
+    names = set(MEMORIES) - {"none"}
+    classes = {memory.__name__ for memory in MEMORIES.values()}
+    for path in FILES:
+        if part(path) == "memory":
+            continue
+        for node in ast.walk(parse(path)):
+            where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Compare):
+                words = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+                assert not words & names, f"{where} compares with {words & names}: ask the registry instead"
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                kinds = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+                assert not kinds & classes, f"{where} asks for {kinds & classes}: ask the contract instead"
+
+
+def dangers(tree: ast.Module) -> list[str]:
+    """What must not be in a program that reads other people's files."""
+    found = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        found += [
+            f"{name} on line {node.lineno}" for name in names if name.split(".")[0] in {"pickle", "dill", "marshal"}
+        ]
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        bad = (
+            called in {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system"}
+            or (called == "torch.load" and options.get("weights_only") != "True")
+            or options.get("shell") == "True"
+            or "trust_remote_code" in options
+            or options.get("allow_pickle") == "True"
+        )
+        found += [f"{called} on line {node.lineno}"] if bad else []
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_dangerous_is_called(path):
+    assert not dangers(parse(path))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import pickle", "from pickle import loads", "eval('1')", "exec('1')", "yaml.load(f)", "torch.load(f)",
+     "torch.load(f, weights_only=False)", "run(c, shell=True)", "load(n, trust_remote_code=True)"],
+)  # fmt: skip
+def test_the_scan_sees_what_it_looks_for(line):
+    assert dangers(ast.parse(line))
+
+
+def test_the_readme_shows_the_tree():
+    text = (ROOT / "README.md").read_text()
+    for path in FILES:
+        name = path.relative_to(PACKAGE).parts[0]
+        if not name.startswith("__"):
+            assert re.search(rf"^\s+{re.escape(name)}\b", text, re.MULTILINE), f"README's tree lacks {name}"
