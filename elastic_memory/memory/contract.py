@@ -2,7 +2,8 @@
 
 A sample is read in blocks. Before a block, `read` turns the state left by all earlier blocks into a *reading*, which
 the block's queries use; after it, `write` folds the block into the state. State and reading are values, tuples of
-tensors whose first axis is the row of the batch: passed in, returned, never kept on `self`. Block 0 has no reading.
+tensors whose first axis is the row of the batch: passed in, returned, never kept on `self`. Block 0 has no reading,
+unless a mechanism wants to look at its empty state.
 
 A mechanism is one subclass in one file. It never sees masks, padding or positions in the sample: rows with clocks of
 their own, streaming, caches and gradient checkpointing are the caller's work.
@@ -21,7 +22,6 @@ from elastic_memory.shapes import Bool, Float, Tensor
 
 State = tuple[Tensor, ...]
 Reading = tuple[Tensor, ...]
-Rope = Callable[[Tensor, Tensor], Tensor]  # (x [batch, head, token, dim], positions [token]) -> x rotated
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class Geometry:
     layers: int
     block_size: int
     initializer_range: float = 0.02
+
+
+class Host(NamedTuple):
+    """What a memory may ask of the layer it lives in."""
+
+    rope: Callable[[Tensor, Tensor], Tensor]  # (x [batch, head, token, dim], positions [token]) -> x rotated
+    project: Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens of the residual stream -> raw keys, values
 
 
 class Block(NamedTuple):
@@ -59,10 +66,11 @@ class Memory(nn.Module):
     # Facts about the mechanism: for the layer that runs it, and for the catalogue.
     source: ClassVar[str] = ""
     phrase: ClassVar[str] = ""
-    reach: ClassVar[str] = "whole history"
+    reach: int | None = None  # tokens before a block that can influence it; None: the whole history
     joins: bool = False  # the reading is (key, value): further columns in the block's own softmax
     parallel: ClassVar[bool] = True  # the state depends on keys and values only, so all blocks are read at once
     needs_output: ClassVar[bool] = False
+    reads_start: bool = False  # block 0 reads the empty state
     no_sliding: str | None = None  # why `local_attention="sliding"` is undefined, where it is
 
     def __init__(self, geometry: Geometry, *, detach_every: int | None = None):
@@ -105,13 +113,22 @@ class Memory(nn.Module):
         """The empty state, float32."""
         raise NotImplementedError
 
-    def read(self, state: State, seen: int, rope: Rope) -> Reading:
-        """What a block may look at when `seen` tokens came before it; axis 2 of each tensor is the column, if any."""
+    def read(self, state: State, seen: int, host: Host) -> Reading:
+        """What a block may look at when `seen` tokens came before it; axis 2 of each tensor is the column.
+
+        The number of columns depends on `seen` alone.
+        """
         raise NotImplementedError
 
     def write(self, state: State, block: Block, seen: int) -> State:
         """The state after `block`, which begins at token `seen`."""
         raise NotImplementedError
+
+    def prepare(
+        self, query: Float[Tensor, "batch head token dim"], key: Float[Tensor, "batch kv_head token dim"]
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys as the layer and its memory shall use them, before rotary positions."""
+        return query, key
 
     def mix(
         self,
@@ -128,15 +145,19 @@ class Memory(nn.Module):
         raise NotImplementedError
 
     def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], rope: Rope
+        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
-        """The readings of blocks 1, 2, ... of a whole sample; a loop over blocks unless a mechanism knows better."""
+        """The readings of blocks 1, 2, ... of a whole sample, of block 0 too if it `reads_start`.
+
+        A loop over blocks, unless a mechanism knows better.
+        """
         size = self.geometry.block_size
-        state, readings = self.start(key.shape[0], key.device), []
+        state = self.start(key.shape[0], key.device)
+        readings = [self.read(state, 0, host)] if self.reads_start else []
         for index, seen in enumerate(range(0, key.shape[2] - size, size), 1):
             block = Block(key[:, :, seen : seen + size], value[:, :, seen : seen + size])
             state = self.cut(self.write(state, block, seen), index)
-            readings.append(self.read(state, seen + size, rope))
+            readings.append(self.read(state, seen + size, host))
         return readings
 
     def cut(self, state: State, block: int) -> State:

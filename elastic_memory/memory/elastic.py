@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_memory.memory.contract import Block, Geometry, Memory, Reading, Rope, State, full_precision
+from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State, full_precision
 from elastic_memory.operators import Bank, Direct, Recurrent
 from elastic_memory.shapes import Float, Tensor
 
@@ -66,7 +66,7 @@ class ElasticMemory(Memory):
         return ElasticState(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
 
     @full_precision
-    def read(self, state: State, seen: int, rope: Rope) -> Reading:
+    def read(self, state: State, seen: int, host: Host) -> Reading:
         """K_mem, V_mem = R C^(K), R C^(V) (eq. 11); memory tokens get no positions."""
         reconstruction = self.bank.reconstruction(seen, state[0].device)
         return tuple(reconstruction @ part for part in state)
@@ -82,7 +82,7 @@ class ElasticMemory(Memory):
         return ElasticState(key, value)
 
     def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], rope: Rope
+        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
         """Readings of all blocks from raw keys and values, by the cheaper of two roads that agree to rounding."""
         size = self.geometry.block_size

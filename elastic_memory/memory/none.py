@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elastic_memory.memory.contract import Block, Geometry, Memory, Reading, Rope, State
+from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State
 from elastic_memory.shapes import Tensor
 
 
@@ -13,7 +13,7 @@ class NoMemory(Memory):
 
     source = "Llama 3 (arXiv 2407.21783)"
     phrase = "no memory: the baseline, and the layers in between"
-    reach = "its own block"
+    reach = 0
 
     @classmethod
     def layers(cls, count: int) -> list[int]:
@@ -29,7 +29,7 @@ class NoMemory(Memory):
         """Nothing."""
         return ()
 
-    def read(self, state: State, seen: int, rope: Rope) -> Reading:
+    def read(self, state: State, seen: int, host: Host) -> Reading:
         """Nothing."""
         return ()
 
@@ -37,6 +37,6 @@ class NoMemory(Memory):
         """Nothing."""
         return ()
 
-    def read_all(self, key: Tensor, value: Tensor, rope: Rope) -> Sequence[Reading]:
+    def read_all(self, key: Tensor, value: Tensor, host: Host) -> Sequence[Reading]:
         """Nothing, for any number of blocks."""
         return []

@@ -112,7 +112,8 @@ class MemoryCache(Cache):
 
     def refresh(self, rope: Any) -> None:
         """Follow a change of retrieval settings since the last call, and say what became of the states."""
-        said = {stream.refresh(self.seen, rope, self.model.dtype) for stream in self.streams} - {None}
+        layers = zip(self.model.base_model.layers, self.streams, strict=True)
+        said = {stream.refresh(self.seen, layer.host(rope), self.model.dtype) for layer, stream in layers} - {None}
         for sentence in sorted(filter(None, said)):
             warnings.warn(f"memory of a warm cache: {sentence}", stacklevel=4)
 

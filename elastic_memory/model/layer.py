@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from elastic_memory.attention import masked, rotate, trapezoidal, window_mask
-from elastic_memory.memory import Block, Memory, Reading
+from elastic_memory.memory import Block, Host, Memory, Reading
 from elastic_memory.model.stream import LayerStream, Segment
 from elastic_memory.shapes import Bool, Float, Int, Tensor
 
@@ -74,7 +74,8 @@ class MemoryAttention(nn.Module):
         )
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query, key = self.memory.prepare(query.transpose(1, 2), key.transpose(1, 2))
+        return query, key, value.transpose(1, 2)
 
     def mix(
         self,
@@ -134,6 +135,15 @@ class MemoryLayer(GradientCheckpointingLayer):
             return self._all_blocks(hidden, rope)
         return self._block_by_block(hidden, rope)
 
+    def host(self, rope: Rope) -> Host:
+        """This layer, as its memory sees it."""
+
+        def project(tokens: Float[Tensor, "batch token width"]) -> tuple[Heads, Heads]:
+            _, key, value = self.self_attn.project(self.input_layernorm(tokens.to(self.self_attn.k_proj.weight.dtype)))
+            return key, value
+
+        return Host(rope, project)
+
     def _finish(self, hidden: Tensor, mixed: Heads) -> Tensor:
         hidden = hidden + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -142,7 +152,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         attention, length = self.self_attn, hidden.shape[1]
         size = self.locality.span(length)
         query, key, value = attention.project(self.input_layernorm(hidden))
-        readings = attention.memory.read_all(key, value, rope)
+        readings = attention.memory.read_all(key, value, self.host(rope))
 
         # A last block that is short is filled up with zeros, which no earlier token can see.
         query, key, value = (_fold(x, size) for x in (query, key, value))
@@ -170,7 +180,8 @@ class MemoryLayer(GradientCheckpointingLayer):
 
     def _block_by_block(self, hidden: Tensor, rope: Rope) -> Tensor:
         memory, outputs, size = self.memory, [], self.locality.block_size
-        state, reading = memory.start(hidden.shape[0], hidden.device), None
+        host, state = self.host(rope), memory.start(hidden.shape[0], hidden.device)
+        reading = memory.read(state, 0, host) if memory.reads_start else None
         for index, tokens in enumerate(hidden.split(size, dim=1), 1):
             positions = torch.arange(tokens.shape[1], device=hidden.device)
             query, key, value = self.self_attn.project(self.input_layernorm(tokens))
@@ -179,7 +190,7 @@ class MemoryLayer(GradientCheckpointingLayer):
             if index * size < hidden.shape[1]:  # the last block is read by nobody
                 block = Block(key, value, outputs[-1], self._extender(rope, local, reading, size))
                 state = memory.cut(memory.write(state, block, (index - 1) * size), index)
-                reading = memory.read(state, index * size, rope)
+                reading = memory.read(state, index * size, host)
         return torch.cat(outputs, dim=1)
 
     def _extender(
@@ -217,12 +228,13 @@ class MemoryLayer(GradientCheckpointingLayer):
         block = stream.block(rows, size)
         if self.memory.needs_output:
             columns = stream.block_columns(rows, size)
-            reading = tuple(part[rows] for part in stream.reading) if stream.reading and seen else None
+            had = stream.reading if stream.counts[rows[0]] else None
+            reading = had and tuple(part[rows] for part in had)
             block = block._replace(extend=self._extender(rope, columns, reading, size))
         window = None
         if self.locality.sliding:
             window = rope(block.key, torch.arange(-size, 0, device=block.key.device)), block.value
-        stream.close(rows, block, seen, rope, window)
+        stream.close(rows, block, seen, self.host(rope), window)
 
 
 def _fold(x: Heads, size: int) -> Float[Tensor, "batch block head size dim"]:
@@ -236,14 +248,15 @@ def _fold(x: Heads, size: int) -> Float[Tensor, "batch block head size dim"]:
 
 def _spans(blocks: int, readings: Any, apart: bool) -> list[tuple[int, int, Reading | None]]:
     """Neighbouring blocks whose readings have one size, to be attended in one call: (first, last, their readings)."""
-    if not apart or blocks == 1:
+    if not apart or (blocks == 1 and not readings):
         return [(0, blocks, None)]
-    spans: list[tuple[int, int, Reading | None]] = [(0, 1, None)]
     if not readings:
-        return [*spans, (1, blocks, None)]
+        return [(0, 1, None), (1, blocks, None)]
+    # Block 0 stands apart unless it has a reading too.
+    spans: list[tuple[int, int, Reading | None]] = [(0, 1, None)] if len(readings) < blocks else []
     for _, group in groupby(readings, key=lambda reading: reading[0].shape):
         together = list(group)
-        first = spans[-1][1]
+        first = spans[-1][1] if spans else 0
         stacked = tuple(torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*together, strict=True))
         spans.append((first, first + len(together), stacked))
     return spans

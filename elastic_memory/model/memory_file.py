@@ -108,11 +108,11 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
     exact = "layers.0.open.key" in tensors
     cache.seen, cache.columns = list(seen), header["columns"]
     rope = model.base_model.rope()
-    for index, stream in enumerate(cache.streams):
+    for index, (layer, stream) in enumerate(zip(model.base_model.layers, cache.streams, strict=True)):
         stream.state = tuple(tensors[f"layers.{index}.state.{part}"] for part in range(len(stream.state)))
         window = [tensors[name] for part in range(2) if (name := f"layers.{index}.window.{part}") in tensors]
         stream.window = (window[0], window[1]) if window else None
-        stream.read_anew(cache.seen, rope, model.dtype)
+        stream.read_anew(cache.seen, layer.host(rope), model.dtype)
         if exact:
             prefix = f"layers.{index}.open."
             stream.reopen({name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)})

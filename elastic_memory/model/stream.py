@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.memory import Block, Memory, Reading, State
+from elastic_memory.memory import Block, Host, Memory, Reading, State
 from elastic_memory.shapes import Bool, Int, Tensor
 
 SMALLEST = 64  # tokens of room a fresh open block starts with; doubled as it fills
@@ -140,11 +140,11 @@ class LayerStream:
         key = self.open["raw"][rows, :, :size] if "raw" in self.open else value
         return Block(key, value, output)
 
-    def close(self, rows: list[int], block: Block, seen: int, rope: Any, window: tuple[Tensor, Tensor] | None) -> None:
+    def close(self, rows: list[int], block: Block, seen: int, host: Host, window: tuple[Tensor, Tensor] | None) -> None:
         """Write `block` of `rows` into the state, read for the next block, and clear what the rows had open."""
         state = self.memory.write(tuple(part[rows] for part in self.state), block, seen)
         self.state = tuple(_put(old, rows, new) for old, new in zip(self.state, state, strict=True))
-        reading = self.memory.read(state, seen + block.key.shape[2], rope)
+        reading = self.memory.read(state, seen + block.key.shape[2], host)
         kept = self.open_tokens() if len(rows) < len(self.counts) else {}
         self._merge(rows, reading, block.value.dtype)
         if window is not None:
@@ -186,23 +186,24 @@ class LayerStream:
         old = self.reading or tuple(part.new_zeros(len(self.counts), *part.shape[1:]) for part in reading)
         self.reading = tuple(_put(_widen(a, width), rows, _widen(b, width)) for a, b in zip(old, reading, strict=True))
 
-    def refresh(self, seen: list[int], rope: Any, dtype: torch.dtype) -> str | None:
+    def refresh(self, seen: list[int], host: Host, dtype: torch.dtype) -> str | None:
         """After `set_retrieval`: fit the state to the new settings and read it anew. Says what became of the state."""
-        if self.retrieval == self.memory.retrieval:
+        begun = self.reading is not None or not self.memory.reads_start
+        if begun and self.retrieval == self.memory.retrieval:
             return None
         self.retrieval = self.memory.retrieval
         self.state, said = self.memory.adapt(self.state)
         kept = self.open_tokens()
-        self.read_anew(seen, rope, dtype)
+        self.read_anew(seen, host, dtype)
         self.reopen(kept)
         return said
 
-    def read_anew(self, seen: list[int], rope: Any, dtype: torch.dtype) -> None:
+    def read_anew(self, seen: list[int], host: Host, dtype: torch.dtype) -> None:
         """Make the readings of all rows from the state."""
         self.reading, self.counts = None, [0] * len(seen)
-        for tokens in sorted(set(seen) - {0}):
+        for tokens in sorted(set(seen) - (set() if self.memory.reads_start else {0})):
             rows = [row for row, count in enumerate(seen) if count == tokens]
-            self._merge(rows, self.memory.read(tuple(part[rows] for part in self.state), tokens, rope), dtype)
+            self._merge(rows, self.memory.read(tuple(part[rows] for part in self.state), tokens, host), dtype)
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep, repeat or reorder rows."""
