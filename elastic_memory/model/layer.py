@@ -248,15 +248,16 @@ def _fold(x: Heads, size: int) -> Float[Tensor, "batch block head size dim"]:
 
 def _spans(blocks: int, readings: Any, apart: bool) -> list[tuple[int, int, Reading | None]]:
     """Neighbouring blocks whose readings have one size, to be attended in one call: (first, last, their readings)."""
-    if not apart or (blocks == 1 and not readings):
+    if not apart:
         return [(0, blocks, None)]
-    if not readings:
-        return [(0, 1, None), (1, blocks, None)]
-    # Block 0 stands apart unless it has a reading too.
-    spans: list[tuple[int, int, Reading | None]] = [(0, 1, None)] if len(readings) < blocks else []
+    # Block 0 stands apart: no block came before it, and it has a reading only if the memory `reads_start`.
+    start, readings = (readings[0], readings[1:]) if len(readings) == blocks else (None, readings)
+    spans: list[tuple[int, int, Reading | None]] = [(0, 1, start)]
+    if not readings and blocks > 1:
+        return [*spans, (1, blocks, None)]
     for _, group in groupby(readings, key=lambda reading: reading[0].shape):
         together = list(group)
-        first = spans[-1][1] if spans else 0
+        first = spans[-1][1]
         stacked = tuple(torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*together, strict=True))
         spans.append((first, first + len(together), stacked))
     return spans
