@@ -1,0 +1,115 @@
+"""`elastic prepare`: text on disk becomes rows of tokens."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def prepare(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(help="pg19, proof-pile, fineweb-edu, stdlib; or parquet, JSONL (.gz, .zst), folders of text."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to write.")] = None,
+    tokenizer: Annotated[str, typer.Option(help="A folder, a name on the hub, or bytes.")] = "",
+    length: Annotated[int, typer.Option(help="Tokens in a row; shorter documents are left out.")] = 32768,
+    text: Annotated[str, typer.Option(help="The column or field that holds the text.")] = "text",
+    shares: Annotated[
+        str, typer.Option(help="Train/validation/test by document, where the corpus has no splits of its own.")
+    ] = "90/5/5",
+    shard: Annotated[str, typer.Option(help="i/n: do every n-th part only; then run once without it.")] = "0/1",
+    workers: Annotated[int | None, typer.Option(help="Threads that tokenise (default: every core).")] = None,
+    inspect: Annotated[Path | None, typer.Option(help="Show and verify a prepared folder instead.")] = None,
+) -> None:
+    """Cut long documents into rows of tokens of one length, ready to train on.
+
+    Documents longer than --length tokens are cut into rows of exactly that length; the tail of each is dropped and no
+    row crosses documents. Run the same command again after an interruption: it continues where it stopped.
+
+        elastic prepare stdlib --tokenizer bytes --length 8192 --out rows
+
+        elastic prepare --inspect rows
+    """
+    if inspect:
+        return _inspect(inspect)
+    if not sources or not out or not tokenizer:
+        raise ValueError("prepare what? elastic prepare SOURCE --tokenizer NAME --out FOLDER (or --inspect FOLDER)")
+    portions = _numbers(shares, 3, "--shares 90/5/5")
+    which = _numbers(shard, 2, "--shard 0/8")
+    if not sum(portions):
+        raise ValueError("--shares 0/0/0 leaves nothing")
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from elastic_memory.data.prepare import Progress as State
+    from elastic_memory.data.prepare import prepare as run
+
+    columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
+    with Progress(TextColumn("{task.description}"), *columns, console=_console(stderr=True)) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def watch(state: State) -> None:
+            description = f"part {state.part}/{state.parts}, {state.kept} documents kept"
+            bar.update(task, description=description, completed=state.bytes, total=state.total_bytes or None)
+
+        manifest = run(
+            sources,
+            out,
+            tokenizer=tokenizer,
+            length=length,
+            shares=(portions[0] / sum(portions), portions[1] / sum(portions), portions[2] / sum(portions)),
+            text=text,
+            shard=(which[0], which[1]),
+            workers=workers,
+            watch=watch,
+        )
+    if manifest is None:
+        print(f"shard {shard} is done; when all are, run the same command without --shard")
+    else:
+        _show(out, manifest)
+
+
+def _numbers(text: str, count: int, example: str) -> list[int]:
+    if not re.fullmatch(r"\d+(/\d+)" + f"{{{count - 1}}}", text):
+        raise ValueError(f"{text!r} is not like {example}")
+    return [int(number) for number in text.split("/")]
+
+
+def _inspect(folder: Path) -> None:
+    from elastic_memory.data.samples import read_manifest, samples
+
+    manifest = read_manifest(folder)
+    _show(folder, manifest)
+    for split in manifest["splits"]:
+        rows = samples(folder, split)
+        rows.verify()
+        lengths = sorted(document["tokens"] for document in rows.documents)
+        middle = lengths[len(lengths) // 2]
+        print(f"{split}: checksums hold; documents of {lengths[0]:,} to {lengths[-1]:,} tokens, median {middle:,}")
+    first = samples(folder, next(iter(manifest["splits"])))
+    print(f"\nthe first row, from {first.documents[0]['id']!r}, begins:\n")
+    print(first.tokenizer().decode(first[0]["input_ids"][:200].tolist()))
+
+
+def _show(folder: Path, manifest: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("split", "documents", "tokens", "rows", title=f"rows of {manifest['length']:,} tokens")
+    for split, facts in manifest["splits"].items():
+        table.add_row(split, *(f"{facts[key]:,}" for key in ("documents", "tokens", "rows")))
+    _console().print(table)
+    tokenizer, skipped = manifest["tokenizer"], manifest["skipped"]
+    print(f"tokenizer {tokenizer['name']} ({tokenizer['vocab_size']:,} ids, sha256 {tokenizer['sha256'][:12]})")
+    print("licences: " + ", ".join(f"{name} ({count})" for name, count in manifest["source"]["licences"].items()))
+    print("left out: " + (", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) or "nothing"))
+    missing = [split for split in ("train", "validation", "test") if split not in manifest["splits"]]
+    if missing:
+        print(f"no document fell into {' and '.join(missing)}: see --shares")
+    print(f"in {folder}")
+
+
+def _console(stderr: bool = False) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=stderr)

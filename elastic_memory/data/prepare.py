@@ -1,0 +1,168 @@
+"""From a corpus to a folder of token rows that training and evaluation read.
+
+1. The corpus is divided into parts (`sources`, `corpora`), by what is on disk alone.
+2. Each part becomes a file of rows and a record of its documents under `.work` (`rows`), complete or not at all.
+3. When all parts are there, their rows are gathered by split into `train.bin`, `validation.bin` and `test.bin`
+   (`gather`); the manifest is written last. A folder with a manifest is finished.
+
+A run that died repeats only the part it was in. A shard does every n-th part and stops before step 3; the same
+command without a shard finds them done and gathers them: the same bytes as one run.
+"""
+
+import errno
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elastic_memory.data.corpora import find_parts
+from elastic_memory.data.folders import locked, whole_file
+from elastic_memory.data.gather import NothingKept, Plan, gather, part_files
+from elastic_memory.data.rows import Outcome, RowMaker
+from elastic_memory.data.samples import MANIFEST, read_manifest
+from elastic_memory.data.sources import Part
+from elastic_memory.data.tokenizers import load_tokenizer
+
+
+class Progress(NamedTuple):
+    """How far a run has come; `total_bytes` is 0 where nobody knows."""
+
+    part: int
+    parts: int
+    bytes: int
+    total_bytes: int
+    kept: int
+
+
+def prepare(
+    sources: str | Path | Iterable[str | Path],
+    out: str | Path,
+    *,
+    tokenizer: str | Path,
+    length: int = 32768,
+    shares: tuple[float, ...] = (0.9, 0.05, 0.05),
+    text: str = "text",
+    shard: tuple[int, int] = (0, 1),
+    workers: int | None = None,
+    watch: Callable[[Progress], None] = lambda progress: None,
+) -> dict[str, Any] | None:
+    """Prepare a corpus of `CORPORA`, or parquet, JSONL or text files; returns the manifest, None for a shard of many.
+
+    `shares` divides the documents among train, validation and test where the corpus has no splits of its own.
+    """
+    _check(length, shares, shard)
+    names = [str(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    maker = RowMaker(load_tokenizer(tokenizer), length, shares, workers)
+    passed_over: Counter[str] = Counter()
+    parts = find_parts(names, text, passed_over)
+    plan = _plan(parts, maker)
+    with _held(folder, shard), _plain_disk_errors(folder):
+        if not _finished(folder, plan):
+            _tokenise(folder, parts, range(shard[0], len(parts), shard[1]), maker, watch)
+            if shard != (0, 1):
+                return None
+            try:
+                gather(folder, plan, maker, [Path(name).name for name in names], passed_over)
+            except NothingKept:
+                shutil.rmtree(folder / ".work")
+                raise
+        shutil.rmtree(folder / ".work")
+        return read_manifest(folder)
+
+
+def _check(length: int, shares: tuple[float, ...], shard: tuple[int, int]) -> None:
+    if length < 2:
+        raise ValueError(f"a length of {length}: rows have at least 2 tokens")
+    if len(shares) != 3 or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+        raise ValueError(f"shares {shares}: three numbers for train, validation and test that add up to 1")
+    if not 0 <= shard[0] < shard[1]:
+        raise ValueError(f"shard {shard[0]}/{shard[1]}: n shards are 0/n to {'n-1'}/n")
+
+
+def _plan(parts: list[Part], maker: RowMaker) -> Plan:
+    corpus = json.dumps([[part.name, part.split, part.size] for part in parts])
+    return Plan(
+        length=maker.length,
+        tokenizer=maker.tokenizer.name,
+        tokenizer_sha256=maker.tokenizer.sha256,
+        shares=None if parts[0].split else list(maker.shares),
+        parts=len(parts),
+        corpus_sha256=hashlib.sha256(corpus.encode()).hexdigest(),
+    )
+
+
+def _finished(folder: Path, plan: Plan) -> bool:
+    """Whether the folder holds this plan's rows already; one that holds another plan's, even unfinished, is refused."""
+    begun = folder / ".work" / "plan.json"
+    finished = (folder / MANIFEST).exists()
+    if finished or begun.exists():
+        found = read_manifest(folder)["plan"] if finished else json.loads(begun.read_bytes())
+        differ = {key: now for key, now in asdict(plan).items() if found.get(key) != now}
+        changed = "; ".join(f"{key} was {found.get(key)}, now {now}" for key, now in differ.items())
+        if changed:
+            raise ValueError(f"{folder} holds another preparation ({changed}): choose another --out")
+        return finished
+    with whole_file(begun) as file:
+        file.write(json.dumps(asdict(plan)).encode())
+    return False
+
+
+def _tokenise(
+    folder: Path, parts: list[Part], indices: range, maker: RowMaker, watch: Callable[[Progress], None]
+) -> None:
+    """Write the parts that are not there yet."""
+    done = Progress(0, len(indices), 0, sum(parts[index].size for index in indices), 0)
+
+    def report(outcome: Outcome) -> None:
+        watch(done._replace(bytes=done.bytes + outcome.bytes, kept=done.kept + len(outcome.documents)))
+
+    for index in indices:
+        part = parts[index]
+        rows, record = part_files(folder, index)
+        if not record.exists():
+            with whole_file(rows) as file:
+                outcome = maker.write(part, file, report)
+            with open(rows, "rb") as written, whole_file(record) as file:
+                sha256 = hashlib.file_digest(written, "sha256").hexdigest()
+                file.write(json.dumps({**outcome.record(), "sources": part.hashes(), "sha256": sha256}).encode())
+        kept = len(json.loads(record.read_bytes())["documents"])
+        done = done._replace(part=done.part + 1, bytes=done.bytes + part.size, kept=done.kept + kept)
+        watch(done)
+
+
+@contextmanager
+def _held(folder: Path, shard: tuple[int, int]) -> Iterator[None]:
+    """One process per folder, or one per shard of it."""
+    fresh = not folder.exists()
+    work = folder / ".work"
+    if work.is_symlink():
+        raise ValueError(f"{work} is a link: nothing is written outside of {folder}")
+    try:
+        with ExitStack() as locks:
+            locks.enter_context(locked(work / "lock", shared=shard != (0, 1)))
+            if shard != (0, 1):
+                locks.enter_context(locked(work / f"lock-{shard[0]}-of-{shard[1]}"))
+            yield
+    finally:
+        if fresh and folder.exists() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+@contextmanager
+def _plain_disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ValueError(
+            f"no space left for {folder}: free some and run the same command again, it continues where it stopped"
+        ) from None

@@ -1,0 +1,191 @@
+"""One part of a corpus into rows of tokens: read, tokenise on all cores, cut, and count what was left out."""
+
+import hashlib
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import numpy as np
+
+from elastic_memory.data.sources import SPLITS, Document, Part
+from elastic_memory.data.tokenizers import PIECE, Piece, Skip, Tokenizer, encode, pieces
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+SIGNATURE = 1 << 16  # characters that decide a document's split, so that copies of a document share one
+
+
+@dataclass
+class Kept:
+    """A document that gave rows."""
+
+    id: str
+    split: str
+    tokens: int
+    rows: int
+    licence: str | None
+
+
+@dataclass
+class Outcome:
+    """What became of the documents of a part."""
+
+    documents: list[Kept] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    longest: int = 0
+    bytes: int = 0
+
+    def record(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**vars(self), "documents": [vars(document) for document in self.documents]}
+
+
+class Step(NamedTuple):
+    """A piece of a document to tokenise; without one, the end of that document."""
+
+    document: Document
+    piece: Piece | None = None
+    skipped: str | None = None
+
+
+class RowMaker:
+    """Turns parts into rows of `length` tokens with one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, length: int, shares: tuple[float, ...], workers: int | None = None):
+        self.tokenizer = tokenizer
+        self.length = length
+        self.shares = shares
+        self.workers = workers or os.cpu_count() or 1
+        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
+
+    def write(self, part: Part, file: BinaryIO, watch: Callable[[Outcome], None]) -> Outcome:
+        """Write the rows of a part to `file`, its documents in order, whatever the number of workers."""
+        outcome = Outcome()
+        rows = _Rows(file, self.length)
+        with ThreadPoolExecutor(self.workers) as cores:
+            for batch in _in_order(cores, self._tokenise, _batches(self._read(part, outcome)), 4 * self.workers):
+                for step, ids in batch:
+                    if ids is not None:
+                        rows.add(ids)
+                        continue
+                    outcome.longest = max(outcome.longest, 0 if step.skipped else rows.tokens)
+                    skipped = step.skipped or ("too short" if rows.tokens <= self.length else None)
+                    if skipped:
+                        outcome.skipped[skipped] += 1
+                        rows.forget()
+                    else:
+                        document = step.document
+                        outcome.documents.append(Kept(document.name, document.split, *rows.finish(), document.licence))
+                watch(outcome)
+        return outcome
+
+    def _read(self, part: Part, outcome: Outcome) -> Iterator[Step]:
+        for document in part.documents():
+            document.split, skipped = part.split or "", None
+            try:
+                for piece in pieces(self._checked(document, outcome), self.tokenizer):
+                    yield Step(document, piece)
+            except Skip as reason:
+                skipped = str(reason)
+            yield Step(document, skipped=skipped)
+
+    def _checked(self, document: Document, outcome: Outcome) -> Iterator[str]:
+        """The text, if it may be long enough: most of the web is not, and need not be tokenised to know."""
+        size, held = 0, []
+        for chunk in document.chunks:
+            if "\0" in chunk:
+                raise Skip("NUL character")
+            try:
+                added = len(chunk.encode())
+            except UnicodeEncodeError:
+                raise Skip("invalid Unicode") from None
+            size += added
+            outcome.bytes += added
+            document.split = document.split or self._split(chunk)
+            held.append(chunk)
+            most = self.tokenizer.most_tokens(size)
+            # Against the longest so far as well, so that the longest is known even if all are too short.
+            if most is None or most > min(self.length, outcome.longest):
+                yield "".join(held)
+                held.clear()
+        if held or size == 0:
+            raise Skip("too short" if size else "empty")
+
+    def _split(self, text: str) -> str:
+        signature = hashlib.sha256(text[:SIGNATURE].encode()).digest()
+        place, edge = int.from_bytes(signature[:8], "big") / 2**64, 0.0
+        for split, share in zip(SPLITS, self.shares, strict=True):
+            edge += share
+            if place < edge:
+                return split
+        return SPLITS[0]
+
+    def _tokenise(self, batch: list[Step]) -> list[tuple[Step, np.ndarray | None]]:
+        return [(step, encode(step.piece, self.tokenizer).astype(self.dtype) if step.piece else None) for step in batch]
+
+
+class _Rows:
+    """Cuts the tokens of one document after another into rows; a document can be forgotten until it is finished."""
+
+    def __init__(self, file: BinaryIO, length: int):
+        self.file = file
+        self.length = length
+        self._begin()
+
+    def _begin(self) -> None:
+        self.start = self.file.tell()
+        self.tokens = 0
+        self.held: list[np.ndarray] = []
+        self.waiting = 0
+
+    def add(self, ids: np.ndarray) -> None:
+        self.held.append(ids)
+        self.tokens += len(ids)
+        self.waiting += len(ids)
+        if self.waiting >= self.length:
+            joined = np.concatenate(self.held)
+            whole = len(joined) - len(joined) % self.length
+            self.file.write(joined[:whole].tobytes())
+            self.held, self.waiting = [joined[whole:]], len(joined) - whole
+
+    def finish(self) -> tuple[int, int]:
+        """The document's tokens and rows; the tokens after its last whole row are dropped."""
+        tokens = self.tokens
+        self._begin()
+        return tokens, tokens // self.length
+
+    def forget(self) -> None:
+        self.file.seek(self.start)
+        self.file.truncate()
+        self._begin()
+
+
+def _batches(steps: Iterable[Step]) -> Iterator[list[Step]]:
+    """Short documents together, so that handing work to a core costs little beside the work."""
+    batch: list[Step] = []
+    size = 0
+    for step in steps:
+        batch.append(step)
+        size += len(step.piece.text) if step.piece else 0
+        if size >= PIECE or len(batch) == 1024:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _in_order(
+    cores: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int
+) -> Iterator[Result]:
+    """`map` on all cores, in order, with at most `ahead` items in memory."""
+    begun: deque[Future[Result]] = deque()
+    for item in items:
+        begun.append(cores.submit(function, item))
+        if len(begun) >= ahead:
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()

@@ -1,0 +1,119 @@
+"""Prepared rows of tokens, read from disk as they are asked for: `samples(folder, split)`."""
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_memory.data.tokenizers import Tokenizer, load_tokenizer
+from elastic_memory.shapes import Tensor
+
+FORMAT = "elastic-memory rows 1"
+MANIFEST = "manifest.json"
+
+
+def samples(folder: str | Path, split: str = "train") -> "Samples":
+    """The rows of one split of a folder made by `elastic prepare`."""
+    return Samples(folder, split)
+
+
+class Samples:
+    """Map-style rows of one length: `rows[i]["input_ids"]` is a LongTensor; no row crosses documents."""
+
+    def __init__(self, folder: str | Path, split: str = "train"):
+        self.folder, self.split = Path(folder), split
+        self.manifest = read_manifest(self.folder)
+        if split not in self.manifest["splits"]:
+            raise ValueError(f"{folder} has no split {split!r}: it has {', '.join(self.manifest['splits'])}")
+        facts = self.manifest["splits"][split]
+        self.length: int = self.manifest["length"]
+        self._rows, self._documents = split_files(self.folder, split)
+        self._shape = (facts["rows"], self.length)
+        self._dtype = np.dtype(self.manifest["dtype"]).newbyteorder("<")
+        expected = facts["rows"] * self.length * self._dtype.itemsize
+        found = self._rows.stat().st_size if self._rows.exists() else 0
+        if found != expected:
+            raise ValueError(f"{self._rows} has {found} bytes where the manifest says {expected}: prepare it again")
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return {"input_ids": torch.from_numpy(self._array[index].astype(np.int64))}
+
+    def __reduce__(self) -> tuple:
+        # Workers of a DataLoader open the file themselves instead of receiving its contents.
+        return Samples, (self.folder, self.split)
+
+    @cached_property
+    def _array(self) -> np.ndarray:
+        return np.memmap(self._rows, dtype=self._dtype, mode="r", shape=self._shape)
+
+    @cached_property
+    def documents(self) -> list[dict[str, Any]]:
+        """The documents of this split in the order of their rows: id, tokens, rows, licence."""
+        with open(self._documents, encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+
+    @cached_property
+    def row_documents(self) -> np.ndarray:
+        """For each row the index of its document in `documents`."""
+        return np.repeat(np.arange(len(self.documents)), [document["rows"] for document in self.documents])
+
+    def document(self, index: int) -> int:
+        """The index in `documents` of the document that row `index` comes from."""
+        return int(self.row_documents[index])
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the rows, as the manifest has it."""
+        return self.manifest["splits"][self.split]["sha256"]
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id in the rows is smaller."""
+        return self.manifest["tokenizer"]["vocab_size"]
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer these rows were made with."""
+        return load_tokenizer(self.folder / "tokenizer")
+
+    def verify(self) -> None:
+        """Read everything once; ValueError if a file is not what was written."""
+        facts = self.manifest["splits"][self.split]
+        for path, key in ((self._rows, "sha256"), (self._documents, "documents_sha256")):
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != facts[key]:
+                    raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest; prepare it again")
+        largest = max(int(row.max()) for row in self._array)
+        if largest >= self.vocab_size:
+            raise ValueError(f"{self._rows} has the id {largest}, outside the vocabulary of {self.vocab_size}")
+        if len(self.row_documents) != len(self):
+            raise ValueError(f"{self._documents} speaks of {len(self.row_documents)} rows, there are {len(self)}")
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """The manifest of a prepared folder."""
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        begun = (Path(folder) / ".work").is_dir()
+        hint = "its preparation was begun and not finished: run it again" if begun else "make it with elastic prepare"
+        raise FileNotFoundError(f"{folder} holds no prepared rows: {hint}")
+    try:
+        manifest = json.loads(path.read_bytes())
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"{path} is of format {manifest['format']!r}; this version reads {FORMAT!r}")
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{path} is not a manifest of elastic prepare") from None
+    return manifest
+
+
+def split_files(folder: Path, split: str) -> tuple[Path, Path]:
+    """The token rows of a split, and the documents they come from, one line each."""
+    return folder / f"{split}.bin", folder / f"{split}.jsonl"
