@@ -1,0 +1,54 @@
+"""From a recipe to a model, and what one token through it costs."""
+
+from typing import Any
+
+import torch
+import transformers
+
+import elastic_memory as em
+from elastic_memory.training.recipe import Recipe
+
+
+def build_config(recipe: Recipe) -> Any:
+    """The model's configuration; unknown or unfit fields are refused by the configuration itself."""
+    model = recipe.model
+    fields = dict(model.config)
+    if model.sampling is not None:
+        fields["sampling"] = model.sampling
+    if model.order_per_multiple is not None:
+        fields["memory_order"] = model.order_per_multiple * model.memory_multiple
+    return em.MemoryLlamaConfig.preset(
+        model.preset, memory=model.memory, memory_multiple=model.memory_multiple, **fields
+    )
+
+
+def build_model(recipe: Recipe) -> Any:
+    """A fresh model, its weights drawn from the recipe's seed."""
+    transformers.set_seed(recipe.training.seed)
+    return em.MemoryLlamaForCausalLM(build_config(recipe))
+
+
+def count_parameters(config: Any) -> int:
+    """Trainable numbers of a model, without making one."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in em.MemoryLlamaForCausalLM(config).parameters())
+
+
+def flops_per_token(config: Any, length: int) -> float:
+    """Floating-point operations of one token, forward and backward: matrix products and causal local attention.
+
+    The memory's own work is left out, so that one figure divides every mechanism's time.
+    """
+    width = config.num_attention_heads * config.head_dim
+    layer = 4 * config.hidden_size * width + 3 * config.hidden_size * config.intermediate_size
+    matrices = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+    keys = {"block": config.block_size / 2, "sliding": config.block_size, "full": length / 2}[config.local_attention]
+    return 6 * matrices + 12 * config.num_hidden_layers * keys * width
+
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense bf16 peak of an accelerator by its name, from the maker's data sheet; None where we have none."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)

@@ -1,0 +1,78 @@
+"""When to save and stop, and what the user sees meanwhile."""
+
+import gc
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from elastic_memory.training.interrupts import Interrupts
+from elastic_memory.training.recipe import Recipe
+from elastic_memory.training.runs import Run
+from elastic_memory.training.spikes import Watch
+
+console = Console(stderr=True, soft_wrap=True)
+
+
+class SaveAndStop(TrainerCallback):
+    """Saves every `save_every` steps, at the end and when interrupted; never in the middle of failing steps."""
+
+    def __init__(self, recipe: Recipe, interrupts: Interrupts, watch: Watch) -> None:
+        self.every, self.interrupts, self.watch = recipe.execution.save_every, interrupts, watch
+        self.due = False
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        """Decide after each step; all processes decide alike."""
+        last = state.global_step >= state.max_steps
+        self.due = self.due or state.global_step % self.every == 0
+        control.should_save = self.interrupts.agreed or last or (self.due and not self.watch.bad_in_a_row)
+        control.should_training_stop = control.should_training_stop or self.interrupts.agreed or last
+        if control.should_save:
+            self.due = False
+            gc.collect()
+        if gc.isenabled():
+            # the collector's pauses are longer than a step; what a step makes is freed by reference counts
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        return control
+
+
+class Progress(TrainerCallback):
+    """Loss, speed and time left: a bar on a terminal, a line a minute in a log."""
+
+    def __init__(self, run: Run, steps: int) -> None:
+        self.name, self.steps = run.folder.name, steps
+        self.bar: Bar | None = None
+        self.told = 0.0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Open the bar, on the main process."""
+        if state.is_world_process_zero and console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Bar(*columns, console=console)
+            self.task = self.bar.add_task(self.name, total=self.steps, completed=state.global_step)
+            self.bar.start()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Show the step."""
+        logs = kwargs["logs"]
+        if "tokens_per_second" not in logs or not state.is_world_process_zero:
+            return
+        text = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
+        if self.bar:
+            self.bar.update(self.task, completed=state.global_step, description=f"{self.name}  {text}")
+        elif time.monotonic() - self.told > 60 or state.global_step == self.steps:
+            self.told = time.monotonic()
+            print(f"{self.name}  step {state.global_step}/{self.steps}  {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Close the bar, however the run ended."""
+        if self.bar:
+            self.bar.stop()

@@ -1,0 +1,141 @@
+"""Checkpoints that are whole or absent, and that prove it.
+
+A checkpoint is written to a hidden folder, sealed with a manifest of sizes and SHA-256 sums, forced to
+the disk and renamed. On the way back every file is checked; a damaged checkpoint is passed over for the one before it.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_memory.training.files import publish, write_json
+from elastic_memory.training.strict import read_json
+
+MANIFEST = "manifest.json"
+STAGING = ".saving"
+WEIGHTS = ("model", "pytorch_model")  # how the names of weight files begin, whole or sharded
+TRAINER_STATE = "trainer_state.json"
+
+
+class DamagedError(ValueError):
+    """A checkpoint whose files are not those that were written."""
+
+
+class IncompleteError(ValueError):
+    """A checkpoint from which training state was taken away: its weights stand, exact continuation is impossible."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search for the newest checkpoint came to: its step (0: none) and what was passed over, and why."""
+
+    step: int
+    rejected: dict[int, str]
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of a step lives."""
+    return checkpoints / f"step-{step:08d}"
+
+
+def steps(checkpoints: Path) -> list[int]:
+    """Steps of all checkpoints present, oldest first, valid or not."""
+    return sorted(int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdigit())
+
+
+@contextmanager
+def saving(checkpoints: Path) -> Iterator[Path]:
+    """A hidden folder to write into; it disappears again if writing fails."""
+    staged = checkpoints / STAGING
+    try:
+        yield staged
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
+def seal(staged: Path, checkpoints: Path, step: int) -> None:
+    """Add the manifest, force everything to the disk, and give the checkpoint its name."""
+    write_manifest(staged, step)
+    if step in steps(checkpoints):  # a damaged one, passed over when the run was resumed
+        discard(checkpoints, step)
+    publish(staged, folder_of(checkpoints, step))
+
+
+def write_manifest(folder: Path, step: int) -> None:
+    """List the files of a folder with their sizes and sums."""
+    files = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    write_json(folder / MANIFEST, {"step": step, "files": files})
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 sum of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(folder: Path) -> None:
+    """Raise `DamagedError` or `IncompleteError` unless the folder holds exactly what its manifest says."""
+    try:
+        files = read_json(folder / MANIFEST)["files"]
+        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{folder.name}/{MANIFEST} is missing or unreadable ({error})") from None
+    missing = [name for name in listed if not (folder / name).is_file()]
+    if any(name.startswith(WEIGHTS) for name in missing):
+        raise DamagedError(f"{folder.name}: {', '.join(missing)} missing")
+    for name, (size, digest) in listed.items():
+        if name not in missing and (folder / name).stat().st_size != size:
+            raise DamagedError(f"{folder.name}/{name}: {(folder / name).stat().st_size:,} bytes, {size:,} were written")
+        if name not in missing and sha256(folder / name) != digest:
+            raise DamagedError(f"{folder.name}/{name}: SHA-256 differs from the one written")
+    if missing:
+        raise IncompleteError(f"{folder.name}: {', '.join(missing)} missing")
+
+
+def newest(checkpoints: Path, before: int | None = None, weights_only: bool = False) -> Found:
+    """The newest checkpoint that verifies (of a step below `before`), and why newer ones were passed over.
+
+    One whose training state was removed is not passed over: `IncompleteError` is raised unless `weights_only`.
+    """
+    rejected: dict[int, str] = {}
+    for step in reversed(steps(checkpoints)):
+        if before is not None and step >= before:
+            continue
+        try:
+            verify(folder_of(checkpoints, step))
+        except DamagedError as error:
+            rejected[step] = str(error)
+        except IncompleteError:
+            if weights_only:
+                return Found(step, rejected)
+            raise
+        else:
+            return Found(step, rejected)
+    return Found(0, rejected)
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    for step in steps(checkpoints)[:-keep]:
+        discard(checkpoints, step)
+
+
+def discard(checkpoints: Path, step: int) -> None:
+    """Remove a checkpoint; interrupted half-way, what is left no longer looks like one."""
+    doomed = checkpoints / f".discarded-{step}"
+    folder_of(checkpoints, step).rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(checkpoints: Path) -> None:
+    """Remove what interrupted saves and removals left behind."""
+    for path in checkpoints.glob(".*"):
+        shutil.rmtree(path, ignore_errors=True)

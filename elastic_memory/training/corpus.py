@@ -1,0 +1,36 @@
+"""Prepared rows as training sees them: what names them, and whether they fit the model."""
+
+import hashlib
+
+from elastic_memory.data import Samples
+from elastic_memory.training.build import build_config
+from elastic_memory.training.recipe import Recipe
+
+
+def data_hash(rows: Samples) -> str:
+    """A hash of the rows and of the tokenizer that made them."""
+    return hashlib.sha256((rows.fingerprint + tokenizer_sha256(rows)).encode()).hexdigest()
+
+
+def tokenizer_sha256(rows: Samples) -> str:
+    """The hash of what the rows' tokenizer does."""
+    return rows.manifest["tokenizer"]["sha256"]
+
+
+def fit(recipe: Recipe, rows: Samples) -> Recipe:
+    """The recipe with the data's vocabulary filled in where it names none; what does not fit is refused."""
+    if rows.length != recipe.training.length:
+        raise ValueError(
+            f"the rows hold {rows.length:,} tokens, training.length is {recipe.training.length:,}: "
+            f"prepare with --length {recipe.training.length}, or --set training.length={rows.length}"
+        )
+    if "vocab_size" not in recipe.model.config:
+        recipe = recipe.replace(**{"model.config.vocab_size": rows.vocab_size})
+    vocabulary = build_config(recipe).vocab_size
+    if vocabulary != rows.vocab_size:
+        name = rows.manifest["tokenizer"]["name"]
+        raise ValueError(
+            f"the data's tokenizer ({name}) has {rows.vocab_size:,} tokens, the model {vocabulary:,}: they do not fit; "
+            "prepare with the model's tokenizer"
+        )
+    return recipe

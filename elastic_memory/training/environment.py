@@ -1,0 +1,63 @@
+"""Where a run takes place: what its rounding depends on, and what its user will want to know later."""
+
+import os
+import platform
+import resource
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+
+from elastic_memory.training.recipe import Recipe
+
+
+def is_main() -> bool:
+    """Whether this is the process that writes."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def machine(recipe: Recipe) -> dict[str, Any]:
+    """Everything that changes how sums are rounded, and nothing else."""
+    execution = recipe.execution
+    cuda = torch.cuda.is_available() and execution.device != "cpu"
+    return {
+        "device": torch.cuda.get_device_name(0) if cuda else "cpu",
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "threads": None if cuda else torch.get_num_threads(),
+        "micro_batch": execution.micro_batch,
+        "compile": execution.compile,
+        "gradient_checkpointing": execution.gradient_checkpointing,
+        "deterministic": execution.deterministic,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Versions and commit."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "accelerate": accelerate.__version__,
+        "cuda": torch.version.cuda,
+        "commit": commit(),
+    }
+
+
+def commit() -> str | None:
+    """The commit this code is at, marked if files differ from it; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def peak_memory() -> int:
+    """Most bytes ever in use: on the accelerator if there is one, else by this process."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

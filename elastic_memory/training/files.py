@@ -1,0 +1,42 @@
+"""Writing that survives a power cut: a folder is there whole, or not at all (`whole_file` does it for files)."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from elastic_memory.data.folders import whole_file
+
+
+def fsync(path: Path) -> None:
+    """Force a file's content, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Force a folder, all that is in it, and all below to the disk."""
+    for path in sorted(folder.rglob("*")):
+        fsync(path)
+    fsync(folder)
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give a finished folder its final name, in one step that cannot be seen half done."""
+    fsync_tree(staged)
+    os.replace(staged, final)
+    fsync(final.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's content at once."""
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a file's content by JSON, at once."""
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,41 @@
+"""SIGTERM and Ctrl-C end a run at the next step, with a checkpoint; a second one, a moment later, ends it at once."""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PAUSE = 1.0  # launchers pass a signal on that the terminal has already delivered: those are one
+
+
+class Interrupts:
+    """A context in which signals are noted (`pending`) instead of ending the process."""
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self.agreed = False  # whether any process of the run was asked to stop
+        self.since = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would report it: 143 after SIGTERM, 130 after Ctrl-C."""
+        return 128 + (self.pending or signal.SIGTERM)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.pending and time.monotonic() - self.since > PAUSE:
+            os._exit(128 + number)
+        if not self.pending:
+            self.pending, self.since = number, time.monotonic()
+
+    def __enter__(self) -> "Interrupts":
+        self.previous: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self.previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,70 @@
+"""What is measured in a step: loss, speed, and how open the memories' gates are."""
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+import elastic_memory as em
+from elastic_memory.shapes import Int, Tensor
+from elastic_memory.training.build import flops_per_token, peak_flops
+from elastic_memory.training.recipe import Recipe
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's name, or the kind of processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@torch.no_grad()
+def memory_norms(model: Any, sample: Int[Tensor, "1 token"]) -> dict[str, float]:
+    """Root mean square of each memory's state after it has read a sample."""
+    cache, training = em.MemoryCache(model), model.training
+    model.eval()
+    model(sample, past_key_values=cache, logits_to_keep=1)
+    model.train(training)
+    states = {layer: stream.state for layer, stream in enumerate(cache.streams) if stream.state}
+    return {
+        f"memory_norm/{layer}": float(torch.cat([part.float().flatten() for part in state]).square().mean().sqrt())
+        for layer, state in states.items()
+    }
+
+
+def memories(model: nn.Module) -> dict[int, Any]:
+    """The memory modules of a model that carry state, by layer."""
+    layers = getattr(model.model, "layers", [])
+    found = {i: getattr(layer.self_attn, "memory", None) for i, layer in enumerate(layers)}
+    return {i: memory for i, memory in found.items() if memory is not None and memory.start(1)}
+
+
+class Measures:
+    """Collects one step's numbers."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, args: TrainingArguments) -> None:
+        self.recipe = recipe
+        self.memories = memories(model)
+        peak = peak_flops(device_name(args.device))
+        flops = flops_per_token(model.config, recipe.training.length)
+        self.tokens_at_peak = peak * args.world_size / flops if peak else None
+        self.loss = torch.zeros(())
+        self.step_loss = self.gradient_norm = self.data_seconds = 0.0
+        self.last = time.perf_counter()
+
+    def line(self, step: int) -> dict[str, Any]:
+        """The numbers of the step that has just ended."""
+        seconds, self.last = time.perf_counter() - self.last, time.perf_counter()
+        speed = self.recipe.training.batch_tokens / seconds
+        line = {
+            "loss": self.step_loss,
+            "grad_norm": self.gradient_norm,
+            "tokens": step * self.recipe.training.batch_tokens,
+            "tokens_per_second": round(speed, 1),
+            "data_share": round(self.data_seconds / seconds, 5),
+        }
+        if self.tokens_at_peak:
+            line["mfu"] = round(speed / self.tokens_at_peak, 4)
+        for layer, memory in self.memories.items():
+            line |= {f"{name}/{layer}": round(float(gate.mean()), 6) for name, gate in memory.gates().items()}
+        return line

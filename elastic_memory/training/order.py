@@ -1,0 +1,59 @@
+"""Which sample is seen when: one list for the whole run, the same for every model and any number of devices.
+
+Step s takes samples s*batch .. (s+1)*batch-1 of the list, however they are spread over devices and micro-batches;
+to resume at step s is to start reading there.
+"""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from elastic_memory.shapes import Int, Tensor
+
+
+class Schedule(Dataset):
+    """Rows in training order: each epoch is a permutation drawn from (seed, epoch), epochs follow one another."""
+
+    def __init__(self, rows: Any, samples: int, seed: int) -> None:
+        if len(rows) == 0:
+            raise ValueError("the prepared folder has no training rows")
+        self.rows = rows
+        self.ids = sample_order(len(rows), samples, seed)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        row = int(self.ids[position])
+        return {"input_ids": self.rows[row]["input_ids"], "row": row}
+
+    @property
+    def digest(self) -> str:
+        """The hash of the order, equal for all models trained on the same samples."""
+        return hashlib.sha256(self.ids.astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def sample_order(rows: int, samples: int, seed: int) -> np.ndarray:
+    """Row numbers in the order of training, `samples` of them."""
+    epochs = -(-samples // rows)
+    shuffled = [np.random.default_rng([seed, epoch]).permutation(rows) for epoch in range(epochs)]
+    return np.concatenate(shuffled)[:samples]
+
+
+class Collate:
+    """Stacks rows to a batch, refusing tokens the model does not know."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Inputs, labels and row numbers of some samples."""
+        input_ids: Int[Tensor, "sample token"] = torch.stack([item["input_ids"] for item in items])
+        known = ((input_ids >= 0) & (input_ids < self.vocabulary)).all(dim=1)
+        if not known.all():
+            row = items[int(known.logical_not().nonzero()[0])]["row"]
+            raise ValueError(f"row {row} has a token outside the model's vocabulary of {self.vocabulary:,}")
+        return {"input_ids": input_ids, "labels": input_ids, "rows": [item["row"] for item in items]}

@@ -1,0 +1,91 @@
+"""What a run will need before it is started: memory by arithmetic, time and cost from measured throughput."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_memory.training.build import build_config, count_parameters, flops_per_token
+from elastic_memory.training.recipe import Recipe, convert
+from elastic_memory.training.strict import read_json
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The speed of a finished run: what it trained, on what, and how fast each device was."""
+
+    recipe: Recipe
+    device: str
+    tokens_per_second: float
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations a second."""
+        return self.tokens_per_second * flops_per_token(build_config(self.recipe), self.recipe.training.length)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run's needs; `hours` and `cost` are None while nothing like it was ever measured."""
+
+    recipe: Recipe
+    parameters: int
+    gigabytes: float
+    tokens_per_second: float | None
+    hours: float | None
+    cost: float | None
+    source: str
+
+
+def measurements(folder: Path) -> list[Measured]:
+    """All results of training below a folder that were measured on an accelerator."""
+    found = []
+    for path in sorted(folder.rglob("*.json")):
+        result = read_json(path)
+        if isinstance(result, dict) and {"recipe", "tokens_per_second", "machine"} <= result.keys():
+            machine = result["machine"]
+            if machine["device"] != "cpu":
+                recipe = convert(result["recipe"], Recipe, path.name, "")
+                found.append(Measured(recipe, machine["device"], result["tokens_per_second"] / machine["processes"]))
+    return found
+
+
+def make_plan(recipe: Recipe, measured: Iterable[Measured], devices: int, price: float) -> Plan:
+    """Plan one run on `devices` devices at `price` per device and hour.
+
+    Speed is that of the measured run with the same memory that is nearest in work per token, scaled by that work, and
+    devices are taken to add up. Both are stated in `source`.
+    """
+    config = build_config(recipe)
+    work = flops_per_token(config, recipe.training.length)
+    parameters = count_parameters(config)
+    alike = [run for run in measured if run.recipe.model.memory == recipe.model.memory]
+    if not alike:
+        source = f"no run with memory {recipe.model.memory} was measured"
+        return Plan(recipe, parameters, gigabytes(recipe, config, parameters), None, None, None, source)
+    nearest = min(alike, key=lambda run: abs(run.work / run.tokens_per_second - work))
+    speed = nearest.work / work
+    hours = recipe.training.tokens / (speed * devices) / 3600
+    return Plan(
+        recipe=recipe,
+        parameters=parameters,
+        gigabytes=gigabytes(recipe, config, parameters),
+        tokens_per_second=speed,
+        hours=hours,
+        cost=hours * devices * price,
+        source=f"{nearest.recipe.name} on {nearest.device}, scaled by operations per token",
+    )
+
+
+def gigabytes(recipe: Recipe, config: Any, parameters: int) -> float:
+    """Device memory without sharding: float32 weights, gradients and two moments; activations of one micro-batch.
+
+    A layer keeps about eight tensors of its width and three of its MLP's for the backward pass, in bf16.
+    """
+    tokens = recipe.execution.micro_batch * recipe.training.length
+    size = 2 if recipe.training.precision == "bf16" else 4
+    layer = size * (8 * config.hidden_size + 3 * config.intermediate_size)
+    kept = layer * config.num_hidden_layers
+    if recipe.execution.gradient_checkpointing:
+        kept = layer + size * config.hidden_size * config.num_hidden_layers
+    return (16 * parameters + tokens * kept) / 1e9

@@ -1,0 +1,127 @@
+"""The folder of one run: what is trained, what was measured, what happened.
+
+RUNS/small-elastic-1a2b3c4d5e/
+  recipe.yaml    every key, resolved        run.json       data, machine, versions, commit, order of samples
+  metrics.jsonl  one line a step            events.jsonl   starts, resumes, fallbacks, restarts, the end
+  checkpoints/   step-00000200 ...          model/         the result, with its card
+  result.json    the run in one small file
+"""
+
+import contextlib
+import json
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elastic_memory.training.files import fsync, write_json, write_text
+from elastic_memory.training.recipe import Recipe
+from elastic_memory.training.strict import parse_json, read_json
+
+
+class StoppedError(RuntimeError):
+    """The run ended before its last step for a reason its user must know; what was saved is intact."""
+
+
+class Run:
+    """A run folder, named by what is trained."""
+
+    def __init__(self, out: Path, recipe: Recipe, data: str) -> None:
+        self.recipe, self.data = recipe, data
+        self.folder = out / f"{recipe.name}-{recipe.digest(data)}"
+        self.checkpoints = self.folder / "checkpoints"
+        self.metrics = self.folder / "metrics.jsonl"
+        self.events = self.folder / "events.jsonl"
+        self.result = self.folder / "result.json"
+        self.model = self.folder / "model"
+
+    @property
+    def exists(self) -> bool:
+        """Whether training ever began here."""
+        return (self.folder / "run.json").exists()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the result is written."""
+        return self.result.exists()
+
+    def begin(self, facts: dict[str, Any]) -> None:
+        """Record the resolved recipe and the facts of the machine."""
+        recipe = yaml.safe_dump(self.recipe.to_dict(), sort_keys=False)
+        write_text(self.folder / "recipe.yaml", recipe)
+        write_json(self.folder / "run.json", {"data": self.data, **facts})
+
+    def mend(self) -> None:
+        """Put an end to a line that a crash left open, so that the next one stands by itself."""
+        if self.events.exists() and not self.events.read_bytes().endswith(b"\n"):
+            with self.events.open("a", encoding="utf-8") as file:
+                file.write("\n")
+
+    def facts(self) -> dict[str, Any]:
+        """What `begin` recorded."""
+        return read_json(self.folder / "run.json")
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Append one step's metrics."""
+        _append(self.metrics, line)
+
+    def flush(self) -> None:
+        """Force the metrics to the disk: a checkpoint must not be there before the metrics that led to it."""
+        if self.metrics.exists():
+            fsync(self.metrics)
+
+    def rewind(self, step: int) -> None:
+        """Drop the metrics after `step`: these steps will be taken again."""
+        kept = [line for line in self.measured() if line["step"] <= step]
+        write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def measured(self) -> list[dict[str, Any]]:
+        """The metrics of all steps so far."""
+        return _lines(self.metrics)
+
+    def event(self, event: str, **details: Any) -> None:
+        """Append to the history of the run, and force it to the disk."""
+        _append(self.events, {"event": event, "time": now(), **details})
+        fsync(self.events)
+
+    def history(self, event: str) -> list[dict[str, Any]]:
+        """All events of one kind, oldest first."""
+        return [line for line in _lines(self.events) if line["event"] == event]
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({key: plain(value) for key, value in line.items()}, allow_nan=False) + "\n")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; one that a power cut tore apart is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            lines.append(parse_json(text, path.name))
+    return lines
+
+
+def plain(value: Any) -> Any:
+    """JSON has no NaN: non-finite numbers become the words that `float` reads back."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def now() -> str:
+    """The time, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], path: str = "") -> list[str]:
+    """`key: old -> new` for every leaf in which two nested dictionaries differ."""
+    lines = []
+    for key in sorted({*before, *after}):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{path}{key}.")
+        elif old != new:
+            lines.append(f"{path}{key}: {old} -> {new}")
+    return lines

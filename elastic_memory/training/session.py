@@ -1,0 +1,295 @@
+"""`train`: one run from its recipe to its result, through interruptions, bad steps and lost machines."""
+
+import gc
+import shutil
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from accelerate.utils.memory import should_reduce_batch_size
+
+from elastic_memory.data import Samples, samples
+from elastic_memory.data.folders import locked
+from elastic_memory.training import checkpoints
+from elastic_memory.training.build import build_model
+from elastic_memory.training.callbacks import console
+from elastic_memory.training.card import model_card
+from elastic_memory.training.corpus import data_hash, fit, tokenizer_sha256
+from elastic_memory.training.environment import environment, is_main, machine, peak_memory
+from elastic_memory.training.files import publish, write_json, write_text
+from elastic_memory.training.interrupts import Interrupts
+from elastic_memory.training.order import Schedule
+from elastic_memory.training.recipe import Recipe
+from elastic_memory.training.runs import Run, StoppedError, differences
+from elastic_memory.training.spikes import Restart, UnstableError, Watch
+from elastic_memory.training.strict import read_json
+from elastic_memory.training.trainer import MemoryTrainer, repair_for_weights_only
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """How to treat a run that was begun before."""
+
+    allowed: bool = False
+    weights_only: bool = False  # go on from the weights alone when the optimizer's state was removed
+    new_machine: bool = False  # go on although devices, micro-batch or versions differ: same samples, other rounding
+
+
+def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | None = None) -> dict[str, Any]:
+    """Train, or go on training, and return the content of the run's `result.json`.
+
+    The same call in several processes (torchrun, accelerate launch) trains one model on all of them. SIGTERM and Ctrl-C
+    end it with a checkpoint and SystemExit.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    rows = samples(data, split="train")
+    recipe = fit(recipe, rows)
+    run = Run(Path(out), recipe, data_hash(rows))
+    if run.finished:
+        tell(f"{run.folder.name} is finished: its model is in {run.model}")
+        return read_json(run.result)
+    with Interrupts() as interrupts:
+        session = Session(run, rows, resume or Resume(), interrupts)
+        try:
+            session.open()
+            return session.train()
+        finally:
+            session.close()
+
+
+def tell(text: str) -> None:
+    """Say something to the user, once and not once per process."""
+    if is_main():
+        console.print(text, highlight=False, markup=False)
+
+
+class Session:
+    """One process's share in one run, from taking the lock to giving it back."""
+
+    def __init__(self, run: Run, rows: Samples, resume: Resume, interrupts: Interrupts) -> None:
+        self.run, self.rows, self.resume, self.interrupts = run, rows, resume, interrupts
+        training = run.recipe.training
+        self.schedule = Schedule(rows, training.steps * training.batch, training.seed)
+        self.held = ExitStack()
+
+    def open(self) -> None:
+        """Take the folder, or refuse before anything is written; the other processes wait for that."""
+        if is_main():
+            self._take()
+        self.everyone = PartialState(cpu=self.run.recipe.execution.device == "cpu")
+        self.everyone.wait_for_everyone()
+
+    def _take(self) -> None:
+        run, here = self.run, machine(self.run.recipe)
+        if run.exists and not self.resume.allowed:
+            last = (checkpoints.steps(run.checkpoints) or [0])[-1]
+            raise ValueError(
+                f"{run.folder.name} was begun before and stands at step {last} of {run.recipe.training.steps}: "
+                "add --resume to go on, or remove the folder to start again"
+            )
+        if self.resume.allowed and not run.exists:
+            self._refuse_other_recipe()
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.held.enter_context(locked(run.checkpoints / "lock"))
+        if run.exists:
+            changed = differences(run.facts()["machine"], here)
+            if changed and not self.resume.new_machine:
+                raise ValueError(
+                    f"{run.folder.name} was begun elsewhere ({'; '.join(changed)}): the samples would be the same, the "
+                    "rounding not; add --new-machine to go on"
+                )
+        checkpoints.sweep(run.checkpoints)
+        run.mend()
+        facts = {"sample_order": self.schedule.digest, "machine": here, **environment()}
+        run.begin(facts)
+
+    def _refuse_other_recipe(self) -> None:
+        """A run of this name that is not finished and differs is probably the one meant: show in what."""
+        run = self.run
+        for folder in sorted(run.folder.parent.glob(f"{run.recipe.name}-*")):
+            if not (folder / "run.json").exists() or (folder / "result.json").exists():
+                continue
+            old = {
+                **yaml.safe_load((folder / "recipe.yaml").read_text()),
+                "data": read_json(folder / "run.json")["data"],
+            }
+            new = {**run.recipe.to_dict(), "data": run.data}
+            changed = [line for line in differences(old, new) if not line.startswith("execution.")]
+            raise ValueError(
+                f"nothing to resume: this is not what {folder.name} trains ({'; '.join(changed)}). "
+                "Undo the change to resume it, or leave out --resume to begin a new run"
+            )
+
+    def train(self) -> dict[str, Any]:
+        """Attempt after attempt, until the last step."""
+        while True:
+            step = self._starting_point()
+            trainer = self._trainer(step)
+            folder = checkpoints.folder_of(self.run.checkpoints, step) if step else None
+            unstable, memory = None, None
+            try:
+                trainer.train(resume_from_checkpoint=str(folder) if folder else None)
+                return self._end(trainer)
+            except UnstableError as error:
+                unstable = error.with_traceback(None)
+            except RuntimeError as error:
+                if not should_reduce_batch_size(error):
+                    raise
+                memory = str(error).strip().split("\n")[0][:300]
+            finally:
+                trainer.progress.close()
+            # outside the handlers, whose errors hold the tensors of the step that failed
+            step = trainer.state.global_step + 1
+            del trainer
+            if unstable:
+                self._restart(unstable, step)
+            else:
+                self._out_of_memory(memory, step)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _starting_point(self) -> int:
+        """The step of the newest checkpoint that proves whole; 0 without any. The main process looks, all follow."""
+        step = [0]
+        if is_main():
+            run = self.run
+            try:
+                found = checkpoints.newest(run.checkpoints, weights_only=self.resume.weights_only)
+            except checkpoints.IncompleteError as error:
+                raise ValueError(
+                    f"{error}: training cannot go on exactly. Add --weights-only to go on from the weights with "
+                    "a fresh optimizer, or remove that checkpoint to fall back to the one before it"
+                ) from None
+            for why in found.rejected.values():
+                tell(f"passed over a damaged checkpoint: {why}")
+                run.event("passed over", reason=why)
+            if found.rejected and not found.step:
+                raise ValueError(
+                    f"none of the {len(found.rejected)} checkpoints of {run.folder.name} is whole "
+                    f"({'; '.join(found.rejected.values())}): remove them to start from the beginning"
+                )
+            step = [found.step]
+            folder = checkpoints.folder_of(run.checkpoints, found.step)
+            if self.resume.weights_only and found.step and not (folder / "optimizer.pt").exists():
+                repair_for_weights_only(folder, found.step)
+                run.event("weights only", step=found.step)
+            run.rewind(found.step)
+            tell(f"{run.folder.name}: " + (f"going on after step {found.step}" if found.step else "starting"))
+            run.event("start", step=found.step, sample_order=self.schedule.digest)
+        broadcast_object_list(step)
+        return step[0]
+
+    def _trainer(self, step: int) -> MemoryTrainer:
+        run = self.run
+        for halved in run.history("out of memory"):
+            run.recipe = run.recipe.replace(**{"execution.micro_batch": halved["micro_batch"]})
+        watch = Watch(run.recipe.stability)
+        for line in run.measured():
+            watch.judge(float(line["loss"]), float(line["grad_norm"]))
+        restarts = [Restart(0, run.recipe.training.warmup_steps)]
+        restarts += [Restart(line["back_to"], line["warmup"]) for line in run.history("restart")]
+        return MemoryTrainer(run, build_model(run.recipe), self.schedule, watch, restarts, self.interrupts)
+
+    def _restart(self, error: UnstableError, step: int) -> None:
+        """Prepare to begin again from the last checkpoint before the first bad step, with twice the warm-up."""
+        run, past = self.run, self.run.history("restart")
+        rule = run.recipe.stability
+        if len(past) >= rule.restarts:
+            raise StoppedError(
+                f"step {step}: {error.reason}, after {len(past)} restarts; the last good checkpoint is intact"
+            )
+        if is_main():
+            bad = [line for line in run.measured() if line["step"] >= error.first]
+            back_to = checkpoints.newest(run.checkpoints, before=error.first).step
+            for later in checkpoints.steps(run.checkpoints):
+                if later > back_to:
+                    checkpoints.discard(run.checkpoints, later)
+            warmup = run.recipe.training.warmup_steps * 2 ** (len(past) + 1)
+            run.event("restart", step=step, back_to=back_to, warmup=warmup, reason=error.reason, steps=bad)
+            tell(f"step {step}: {error.reason}; starting again after step {back_to} with {warmup} steps of warm-up")
+        self.everyone.wait_for_everyone()
+
+    def _out_of_memory(self, cause: str | None, step: int) -> None:
+        """Explain, and stop or go on with half the micro-batch and twice the accumulation: the same global batch."""
+        run, execution = self.run, self.run.recipe.execution
+        size, length = execution.micro_batch, run.recipe.training.length
+        text = (
+            f"out of memory at step {step} with micro-batches of {size} x {length:,} tokens, "
+            f"{peak_memory():,} bytes in use at most ({cause})"
+        )
+        if execution.on_oom == "stop" or size == 1 or self.everyone.num_processes > 1:
+            advice = (
+                f"--set execution.micro_batch={size // 2}"
+                if size > 1
+                else "--set execution.gradient_checkpointing=true"
+            )
+            raise StoppedError(f"{text}; checkpoints are untouched. Try {advice} --resume --new-machine")
+        run.event("out of memory", step=step, micro_batch=size // 2, reason=text)
+        tell(f"{text}; going on with micro-batches of {size // 2}, the global batch stays")
+
+    def _end(self, trainer: MemoryTrainer) -> dict[str, Any]:
+        run = self.run
+        if trainer.state.global_step < run.recipe.training.steps:
+            if is_main():
+                run.event("interrupted", step=trainer.state.global_step, exit_code=self.interrupts.exit_code)
+            tell(f"{run.folder.name}: stopped after step {trainer.state.global_step}, saved; add --resume to go on")
+            raise SystemExit(self.interrupts.exit_code)
+        result = self._result(trainer)
+        state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+        if is_main():
+            staged = run.folder / ".model.saving"
+            shutil.rmtree(staged, ignore_errors=True)
+            model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+            model.save_pretrained(staged, state_dict=state)
+            shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
+            write_json(staged / "training.json", result)
+            write_text(staged / "README.md", model_card(run.recipe, result))
+            shutil.rmtree(run.model, ignore_errors=True)
+            publish(staged, run.model)
+            write_json(run.result, result)
+            run.event("finished", step=result["steps"])
+            tell(f"{run.folder.name}: finished, loss {result['final_loss']:.4f}; the model is in {run.model}")
+        self.everyone.wait_for_everyone()
+        return result
+
+    def _result(self, trainer: MemoryTrainer) -> dict[str, Any]:
+        run, lines = self.run, self.run.measured()
+        applied = [float(line["loss"]) for line in lines if "skipped" not in line]
+        last = applied[-max(1, len(lines) // 100) :]
+        speeds = [line["tokens_per_second"] for line in lines]
+        mfu = [line["mfu"] for line in lines if "mfu" in line]
+        return {
+            "name": run.folder.name,
+            "steps": len(lines),
+            "tokens": len(lines) * run.recipe.training.batch_tokens,
+            "final_loss": statistics.fmean(last) if last else None,
+            "parameters": sum(p.numel() for p in trainer.network.parameters()),
+            "tokens_per_second": statistics.median(speeds),
+            "mfu": statistics.median(mfu) if mfu else None,
+            "data_share": statistics.median(line["data_share"] for line in lines),
+            "peak_memory_bytes": peak_memory(),
+            "skipped": len(lines) - len(applied),
+            "restarts": run.history("restart"),
+            "starts": len(run.history("start")),
+            "sample_order": self.schedule.digest,
+            "data": run.data,
+            "tokenizer": tokenizer_sha256(self.rows),
+            "mode": "deterministic" if run.recipe.execution.deterministic else "fast",
+            "machine": machine(run.recipe),
+            **environment(),
+            "recipe": run.recipe.to_dict(),
+        }
+
+    def close(self) -> None:
+        """Undo what the session changed in this process, and free the folder."""
+        gc.enable()
+        gc.unfreeze()
+        self.held.close()

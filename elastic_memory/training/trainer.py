@@ -1,0 +1,234 @@
+"""transformers' Trainer, made certain of four things: which samples, which steps count, what is logged and saved."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
+
+from elastic_memory.training import checkpoints
+from elastic_memory.training.callbacks import Progress, SaveAndStop
+from elastic_memory.training.interrupts import Interrupts
+from elastic_memory.training.measures import Measures, memory_norms
+from elastic_memory.training.order import Collate, Schedule
+from elastic_memory.training.recipe import Recipe
+from elastic_memory.training.runs import Run, StoppedError
+from elastic_memory.training.spikes import Restart, UnstableError, Watch, learning_rate_factor
+
+
+def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
+    """The recipe in transformers' words. Saving and logging are ours, so Trainer's own are off."""
+    training, execution = recipe.training, recipe.execution
+    args = TrainingArguments(
+        output_dir=str(run.folder),
+        run_name=run.folder.name,
+        max_steps=training.steps,
+        per_device_train_batch_size=execution.micro_batch,
+        learning_rate=training.learning_rate,
+        adam_beta1=training.beta1,
+        adam_beta2=training.beta2,
+        adam_epsilon=training.epsilon,
+        max_grad_norm=training.clip,
+        bf16=training.precision == "bf16",
+        seed=training.seed,
+        full_determinism=execution.deterministic,
+        use_cpu=execution.device == "cpu",
+        torch_compile=execution.compile,
+        gradient_checkpointing=execution.gradient_checkpointing,
+        train_sampling_strategy="sequential",
+        dataloader_drop_last=True,
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        report_to=execution.report_to,
+    )
+    # one process, one device: without this Trainer would spread a single process over all visible GPUs by DataParallel
+    args._n_gpu = min(args.n_gpu, 1)
+    share = execution.micro_batch * args.world_size
+    if training.batch % share:
+        raise ValueError(
+            f"a step of {training.batch} samples does not divide over {args.world_size} processes x micro-batches of "
+            f"{execution.micro_batch}; change execution.micro_batch or the number of processes"
+        )
+    args.gradient_accumulation_steps = training.batch // share
+    return args
+
+
+def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """Matrices decay; norm gains and biases do not; nor do gates, which also have a learning rate of their own."""
+    training = recipe.training
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    gates: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        last = name.rsplit(".", 1)[-1]
+        group = gates if last.endswith("gate") else vectors if parameter.ndim < 2 or "bias" in last else matrices
+        group.append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+        {"params": gates, "weight_decay": 0.0, "lr": training.learning_rate * training.gate_lr_scale},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class MemoryTrainer(Trainer):
+    """Trains one attempt of a run, from a checkpoint or from nothing."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: Any,
+        schedule: Schedule,
+        watch: Watch,
+        restarts: list[Restart],
+        interrupts: Interrupts,
+    ) -> None:
+        self.run, self.schedule, self.watch, self.restarts = run, schedule, watch, restarts
+        self.network = model  # as it is without any wrapping
+        self.interrupts = interrupts
+        self.skipped: str | None = None
+        args = arguments(run.recipe, run)
+        self.measures = Measures(model, run.recipe, args)
+        self.progress = Progress(run, args.max_steps)
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=schedule,
+            data_collator=Collate(model.config.vocab_size),
+            callbacks=[SaveAndStop(run.recipe, interrupts, watch), self.progress],
+        )
+        self.remove_callback(PrinterCallback)
+
+    # -- which samples
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """The micro-batches of one step, checked to be the samples that the schedule has for this step and device."""
+        begin = time.perf_counter()
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.measures.data_seconds = time.perf_counter() - begin
+        self.measures.loss = torch.zeros((), device=device)
+        self.sample = batches[0]["input_ids"][:1]
+        step, size = self.run.recipe.training.batch, self.args.per_device_train_batch_size
+        self.planned = self.schedule.ids[self.state.global_step * step :][:step].tolist()
+        for i, batch in enumerate(batches):
+            first = (i * self.args.world_size + self.args.process_index) * size
+            rows, planned = batch.pop("rows"), self.planned[first : first + size]
+            if rows != planned:
+                raise RuntimeError(f"step {self.state.global_step + 1}: rows {rows} were read, {planned} were planned")
+        return batches, items
+
+    # -- which steps count
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW with the groups of `parameter_groups`."""
+        if self.optimizer is None:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = kind(parameter_groups(model or self.network, self.run.recipe), **options)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """A learning rate that depends on the step and the restarts so far, on nothing else."""
+
+        def factor(step: int) -> float:
+            return learning_rate_factor(step, num_training_steps, self.restarts)
+
+        self.lr_scheduler = self.schedule_of_rates = LambdaLR(optimizer or self.create_optimizer(), factor)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of one micro-batch."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.measures.loss = self.measures.loss + loss
+        # Trainer sums what is returned here and never recovers from a NaN; the true loss is in `measures`
+        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Clip, and drop the gradients of a step that must not be applied: an optimizer leaves such weights alone."""
+        norm = super()._clip_grad_norm(model)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        mine = torch.stack([self.measures.loss.float(), norm.new_tensor(float(self.interrupts.pending)).float()])
+        loss, stop = (self.accelerator.reduce(mine, "sum") / self.args.world_size).tolist()
+        self.interrupts.agreed = stop > 0
+        self.measures.step_loss, self.measures.gradient_norm = loss, float(norm)
+        self.skipped = self.watch.judge(loss, float(norm))
+        if self.watch.hopeless:
+            first = self.state.global_step + 2 - self.watch.bad_in_a_row
+            count = self.watch.bad_in_a_row
+            raise UnstableError(first, f"{count} steps in a row not applied, the last for {self.skipped}")
+        if self.skipped:
+            model.zero_grad(set_to_none=True)
+        return norm
+
+    # -- what is logged
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Write one line of metrics a step, and pass the numbers on to whatever `report_to` names."""
+        if "loss" in logs:
+            logs.update(self.measures.line(self.state.global_step))
+            if self.control.should_save and self.measures.memories:
+                with self.accelerator.autocast():
+                    logs.update(memory_norms(self.network, self.sample))
+            if self.is_world_process_zero():
+                refusal = {"skipped": self.skipped, "rows": self.planned} if self.skipped else {}
+                self.run.log({"step": self.state.global_step, **logs, **refusal})
+        super().log(logs, start_time)
+        self.state.log_history.clear()  # metrics.jsonl has it; a checkpoint need not carry it
+
+    # -- what is saved
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return str(self.run.checkpoints / checkpoints.STAGING)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Let Trainer write into a hidden folder, then seal it and give it its name."""
+        step = self.state.global_step
+        try:
+            with checkpoints.saving(self.run.checkpoints) as staged:
+                super()._save_checkpoint(model, trial)
+                self.accelerator.wait_for_everyone()
+                if self.is_world_process_zero():
+                    folder = staged / f"checkpoint-{step}"
+                    # a pickle nobody needs: recipe.yaml says it all
+                    (folder / "training_args.bin").unlink(missing_ok=True)
+                    self.run.flush()
+                    checkpoints.seal(folder, self.run.checkpoints, step)
+                    checkpoints.prune(self.run.checkpoints, self.run.recipe.execution.keep)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            last = checkpoints.steps(self.run.checkpoints)
+            raise StoppedError(
+                f"the checkpoint of step {step} could not be written ({_first_line(error)}); "
+                + (f"step {last[-1]} is intact" if last else "there was none before it")
+                + ": make room and add --resume"
+            ) from error
+        self.accelerator.wait_for_everyone()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        rates = self.schedule_of_rates
+        if checkpoint is not None and rates.last_epoch != self.state.global_step:
+            # only after --weights-only: the moments start afresh, the schedule does not
+            rates.last_epoch = self.state.global_step - 1
+            rates.step()
+
+
+def repair_for_weights_only(folder: Path, step: int) -> None:
+    """Make a checkpoint whose training state was removed resumable: same weights and step, a fresh optimizer."""
+    if not (folder / checkpoints.TRAINER_STATE).exists():
+        callbacks: Any = [TrainerControl()]  # which Trainer also keeps its own state in
+        state = TrainerState(global_step=step, stateful_callbacks=callbacks)
+        state.save_to_json(str(folder / checkpoints.TRAINER_STATE))
+    checkpoints.write_manifest(folder, step)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200]
