@@ -45,11 +45,8 @@ def test_every_command_explains_itself(name, monkeypatch, capsys):
 def test_a_wrong_word_is_one_line_and_exit_code_2():
     result = elastic("reproduce", "signal")
     assert result.returncode == 2
-    assert (
-        result.stderr == "elastic: table 'signal': did you mean 'signals'? known: " + result.stderr.split("known: ")[1]
-    )
-    assert result.stderr.count("\n") == 1
-    assert "Traceback" not in result.stderr + result.stdout
+    assert result.stdout == ""
+    assert re.fullmatch(r"elastic: table 'signal': did you mean 'signals'\? known: .*\n", result.stderr), result.stderr
 
 
 def test_an_unknown_command_or_tier_is_refused(monkeypatch, capsys):
