@@ -2,11 +2,21 @@
 
 from elastic_memory.memory.contract import Block, Floats, Geometry, Host, Memory, Reading, State
 from elastic_memory.memory.elastic import ElasticMemory
+from elastic_memory.memory.infini import InfiniMemory
+from elastic_memory.memory.melodi import MelodiMemory
+from elastic_memory.memory.memorizing import MemorizingMemory
 from elastic_memory.memory.none import NoMemory
+from elastic_memory.memory.recent import RecentMemory
+from elastic_memory.memory.sampled import SampledMemory
 
 MEMORIES: dict[str, type[Memory]] = {
     "none": NoMemory,
     "elastic": ElasticMemory,
+    "memorizing": MemorizingMemory,
+    "infini": InfiniMemory,
+    "melodi": MelodiMemory,
+    "sampled": SampledMemory,
+    "recent": RecentMemory,
 }
 
 __all__ = ["MEMORIES", "Block", "Floats", "Geometry", "Host", "Memory", "Reading", "State"]

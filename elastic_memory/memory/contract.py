@@ -160,6 +160,13 @@ class Memory(nn.Module):
             readings.append(self.read(state, seen + size, host))
         return readings
 
+    def history(self, signal: Tensor, block: int, axis: int = 2) -> Tensor:
+        """The tokens before block number `block` along `axis`, detached as far as `detach_every` says."""
+        size = self.geometry.block_size
+        cut = block // self.detach_every * self.detach_every * size if self.detach_every else 0
+        past, near = signal.narrow(axis, 0, cut), signal.narrow(axis, cut, block * size - cut)
+        return torch.cat((past.detach(), near), axis) if cut else near
+
     def cut(self, state: State, block: int) -> State:
         """The state that enters block number `block`, detached where `detach_every` says so."""
         if self.detach_every and block % self.detach_every == 0:
@@ -193,6 +200,30 @@ class Memory(nn.Module):
     def gates(self) -> dict[str, Tensor]:
         """What to log during training: the openness of each head's gate, where there is one."""
         return {name: gate.detach().sigmoid() for name, gate in self.named_parameters() if name.endswith("gate")}
+
+
+def gated(
+    gate: Float[Tensor, " head"],
+    remembered: Float[Tensor, "batch head token dim"],
+    local: Float[Tensor, "batch head token dim"],
+    visible: Bool[Tensor, "batch column"] | None,
+) -> Float[Tensor, "batch head token dim"]:
+    """g remembered + (1 - g) local with g = sigmoid(gate), and `local` alone in rows that have no reading."""
+    openness = gate.sigmoid()[:, None, None]
+    mixed = (local + openness * (remembered - local)).to(local.dtype)
+    return mixed if visible is None else torch.where(visible.any(1)[:, None, None, None], mixed, local)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least, as states are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def one_of(name: str, value: Any, names: Sequence[str]) -> Any:
+    """`value`, if it is one of `names`."""
+    if value not in names:
+        raise ValueError(f"{name}={value!r}: there are {', '.join(names)}")
+    return value
 
 
 def full_precision(function: Callable) -> Callable:

@@ -102,11 +102,7 @@ class ElasticMemory(Memory):
         """W_i times the raw history: no state, and no block waits for another."""
         readings = []
         for index, weight in enumerate(plan.weights, 1):
-            history = signal[:, : weight.shape[1]]
-            if self.detach_every:
-                cut = index // self.detach_every * self.detach_every * self.geometry.block_size
-                history = torch.cat((history[:, :cut].detach(), history[:, cut:]), dim=1)
-            readings.append(weight @ history)
+            readings.append(weight @ self.history(signal, index, axis=1))
         return readings
 
     def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "batch token feature"]) -> list[Tensor]:

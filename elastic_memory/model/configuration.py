@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Self
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
@@ -55,7 +56,8 @@ class MemorySettings:
         kind = MEMORIES[self.memory]
         if kind.layers(1) == [] and self.memory_layers:
             raise ValueError(f"memory={self.memory!r} with memory_layers={self.memory_layers}: leave the layers out")
-        memory = kind.build(self.geometry, self.options())
+        with torch.device("meta"):  # only to hear its complaints
+            memory = kind.build(self.geometry, self.options())
         if self.local_attention == "full" and self.layers():
             raise ValueError("local_attention='full' sees everything already: use it with memory='none'")
         if self.local_attention == "sliding" and memory.no_sliding:

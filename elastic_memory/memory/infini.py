@@ -1,0 +1,173 @@
+"""Infini-Transformer: keys and values of the history summed into one matrix per head, read by linear attention."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elastic_memory.memory.contract import (
+    Block,
+    Floats,
+    Geometry,
+    Host,
+    Memory,
+    Reading,
+    State,
+    full_precision,
+    gated,
+    one_of,
+    wide,
+)
+from elastic_memory.shapes import Bool, Float, Tensor
+
+EPSILON = 1e-6  # added to normalisers, which are sums of positive numbers
+
+
+class InfiniState(NamedTuple):
+    """M and z: sums of sigma(k)^T v and of sigma(k)."""
+
+    matrix: Float[Tensor, "batch kv_head dim dim"]
+    normaliser: Float[Tensor, "batch kv_head dim"]
+
+
+class InfiniMemory(Memory):
+    """Linear attention over all earlier blocks, a gate per head between it and the block's own attention.
+
+    `update`: delta, which first takes off what the memory says already, or linear. `memory_norm`: output, a gain-free
+    RMSNorm on what is read; qk, on queries and keys, those of the block's own attention too; none. `first_block`:
+    bypass, or zero to let the gate mix in the zeros that an empty memory returns.
+    """
+
+    source = "Leave No Context Behind: Infini-attention (arXiv 2404.07143)"
+    phrase = "keys and values summed into one matrix per head"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        update: str = "delta",
+        memory_norm: str = "output",
+        first_block: str = "bypass",
+        detach_every: int | None = None,
+    ):
+        super().__init__(geometry, detach_every=detach_every)
+        self.update = one_of("update", update, ("delta", "linear"))
+        self.memory_norm = one_of("memory_norm", memory_norm, ("output", "qk", "none"))
+        self.reads_start = one_of("first_block", first_block, ("bypass", "zero")) == "zero"
+        self.gate = nn.Parameter(torch.empty(geometry.heads))
+        self.reset()
+
+    @classmethod
+    def layers(cls, count: int) -> list[int]:
+        """All of them."""
+        return list(range(count))
+
+    @classmethod
+    def order_at(cls, multiple: int, geometry: Geometry) -> int | None:
+        """Its size is that of a head."""
+        if multiple != 1:
+            raise ValueError(f"memory_multiple={multiple}: infini's memory is as large as its heads, 1 is all there is")
+        return None
+
+    @property
+    def floats(self) -> Floats:
+        """The paper leaves the normaliser out."""
+        matrix, normaliser = (part.numel() for part in self.start(1, "meta"))
+        return Floats(matrix + normaliser, matrix)
+
+    def reset(self) -> None:
+        """Gates half open."""
+        nn.init.zeros_(self.gate)
+
+    def start(self, batch: int, device: torch.device | str | None = None) -> InfiniState:
+        """Nothing summed."""
+        shape = (batch, self.geometry.kv_heads, self.geometry.head_dim)
+        return InfiniState(
+            torch.zeros(*shape, self.geometry.head_dim, device=device), torch.zeros(shape, device=device)
+        )
+
+    def prepare(
+        self, query: Float[Tensor, "batch head token dim"], key: Float[Tensor, "batch kv_head token dim"]
+    ) -> tuple[Tensor, Tensor]:
+        """Normalised, if `memory_norm` is qk."""
+        return (_rms(query), _rms(key)) if self.memory_norm == "qk" else (query, key)
+
+    def read(self, state: State, seen: int, host: Host) -> Reading:
+        """Queries use the state as it is."""
+        return state
+
+    @full_precision
+    def write(self, state: State, block: Block, seen: int) -> InfiniState:
+        """z <- z + sum sigma(k), and M <- M + sigma(K)^T (V - sigma(K) M / sigma(K) z); if linear, the V alone."""
+        matrix, normaliser = state
+        feature, value = sigma(block.key), wide(block.value)
+        if self.update == "delta":
+            value = value - feature @ matrix / (feature @ normaliser[..., None] + EPSILON)
+        return InfiniState(matrix + feature.mT @ value, normaliser + feature.sum(2))
+
+    def read_all(
+        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
+    ) -> Sequence[Reading]:
+        """M <- (I - G) M + U: the d x d matrices G and U of all blocks at once, so that only they wait for each other.
+
+        U = sigma(K)^T V and G = sigma(K)^T diag(1 / sigma(K) z) sigma(K), with z the normaliser before the block.
+        """
+        size = self.geometry.block_size
+        blocks = (key.shape[2] - 1) // size  # the last is read by nobody
+        with torch.autocast(key.device.type, enabled=False):
+            features, values = (
+                x[:, :, : blocks * size].unflatten(2, (blocks, size)) for x in (sigma(key), wide(value))
+            )
+            matrix, normaliser = (part.to(features.dtype) for part in self.start(key.shape[0], key.device))
+            readings: list[Reading] = [(matrix, normaliser)] if self.reads_start else []
+            normalisers = [normaliser]
+            for index, added in enumerate(features.sum(3).unbind(2), 1):
+                normalisers += self.cut((normalisers[-1] + added,), index)
+
+            updates = _product(features.mT, values, key.dtype)
+            if self.update == "delta" and blocks:
+                before = torch.stack(normalisers[:-1], dim=2)[..., None, :]
+                weighted = features / ((features * before).sum(-1, keepdim=True) + EPSILON)
+                known = _product(weighted.mT, features, key.dtype)
+            for index in range(blocks):
+                if self.update == "delta":
+                    matrix = matrix - known[:, :, index] @ matrix
+                (matrix,) = self.cut((matrix + updates[:, :, index],), index + 1)
+                readings.append((matrix, normalisers[index + 1]))
+        return readings
+
+    def mix(
+        self,
+        local: Float[Tensor, "batch head token dim"],
+        query: Float[Tensor, "batch head token dim"],
+        rotated: Float[Tensor, "batch head token dim"],
+        reading: Reading,
+        visible: Bool[Tensor, "batch column"] | None,
+    ) -> Float[Tensor, "batch head token dim"]:
+        """y = g sigma(q) M / sigma(q) z + (1 - g) local; no positions."""
+        matrix, normaliser = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in reading)
+        with torch.autocast(query.device.type, enabled=False):
+            feature = sigma(query)
+            weight = (feature * normaliser[:, :, None]).sum(-1, keepdim=True) + EPSILON
+            remembered = _product(feature, matrix, query.dtype) / weight
+            if self.memory_norm == "output":
+                remembered = _rms(remembered)
+            return gated(wide(self.gate), remembered, local, visible)
+
+
+def sigma(x: Tensor) -> Tensor:
+    """ELU(x) + 1, positive."""
+    return F.elu(wide(x)) + 1
+
+
+def _rms(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=1e-5)
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product with operands as precise as the activations; half precision is not wide enough for sums over blocks."""
+    if dtype == torch.float16:
+        dtype = torch.float32
+    return wide(left.to(dtype) @ right.to(dtype))

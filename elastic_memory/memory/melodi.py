@@ -1,0 +1,90 @@
+"""Melodi inside each layer: summary tokens read the block, a mixer of all its tokens makes the next block's memory."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elastic_memory.memory.contract import Block, Floats, Geometry, Host, Memory, Reading, State, one_of, wide
+from elastic_memory.shapes import Tensor
+
+
+class MelodiMemory(Memory):
+    """Memory tokens of the residual stream, in front of the block; `order` of them, and as many summary tokens.
+
+    Summary tokens u stand behind the block and see all of it, nobody sees them. What leaves the layer, block and
+    summaries, is mixed along the token axis into the memory z of the next block: z = mix(rms([x; u])) + u.
+
+    `first_block`: omit, or zeros to let block 0 attend to an empty memory. `summary_std`: initial size of the summary
+    tokens; None: that of the token embeddings.
+    """
+
+    source = "MELODI (arXiv 2410.03156), its propagation inside layers"
+    phrase = "summary tokens and a learned mixer of whole blocks"
+    joins = True
+    parallel = False
+    needs_output = True
+    no_sliding = "its mixer summarises disjoint blocks; in sliding windows a token belongs to many"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        order: int = 45,
+        first_block: str = "omit",
+        summary_std: float | None = None,
+        detach_every: int | None = None,
+    ):
+        super().__init__(geometry, detach_every=detach_every)
+        if order < 1:
+            raise ValueError(f"{order} memory tokens: give an order (memory_order) from 1 on")
+        self.order = order
+        self.reads_start = one_of("first_block", first_block, ("omit", "zeros")) == "zeros"
+        self.summary_std = geometry.initializer_range if summary_std is None else summary_std
+        self.summary = nn.Parameter(torch.empty(order, geometry.width))
+        self.mixer = nn.Linear(geometry.block_size + order, order)
+        self.reset()
+
+    @classmethod
+    def layers(cls, count: int) -> list[int]:
+        """All of them."""
+        return list(range(count))
+
+    @classmethod
+    def order_at(cls, multiple: int, geometry: Geometry) -> int | None:
+        """Memory and summary tokens, as the paper counts both, share what Infini-Transformer has in a layer."""
+        return multiple * geometry.head_dim // 2
+
+    @property
+    def floats(self) -> Floats:
+        """The paper counts the summary tokens too, which are parameters."""
+        carried = self.order * self.geometry.width
+        return Floats(carried, 2 * carried)
+
+    def reset(self) -> None:
+        """Mixer scaled by its inputs, so that a mixture is about as large as a token."""
+        nn.init.normal_(self.summary, std=self.summary_std)
+        nn.init.normal_(self.mixer.weight, std=self.mixer.in_features**-0.5)
+        nn.init.zeros_(self.mixer.bias)
+
+    def start(self, batch: int, device: torch.device | str | None = None) -> State:
+        """Zeros."""
+        return (torch.zeros(batch, self.order, self.geometry.width, device=device),)
+
+    def read(self, state: State, seen: int, host: Host) -> Reading:
+        """The layer's own keys and values of z, which stands right before the block."""
+        key, value = host.project(state[0])
+        return host.rope(key, torch.arange(-self.order, 0, device=key.device)), value
+
+    def write(self, state: State, block: Block, seen: int) -> State:
+        """z = mix(rms([x; u])) + u; the old z is in it only by attention."""
+        assert block.output is not None and block.extend is not None
+        context = block.output
+        summary = block.extend(self.summary.to(context.dtype).expand(len(context), -1, -1))
+        # The mixer's inputs are places in the block: those that a short one does not have are zero.
+        missing = self.geometry.block_size - context.shape[1]
+        tokens = torch.cat((F.pad(_rms(context), (0, 0, 0, missing)), _rms(summary)), dim=1)
+        return (wide(self.mixer(tokens.mT)).mT + wide(summary),)
+
+
+def _rms(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=1e-5)

@@ -1,0 +1,115 @@
+"""Memorizing Transformer, dense: the newest tokens as they were, in a queue that the block attends to."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State, gated, one_of, wide
+from elastic_memory.shapes import Bool, Float, Tensor
+
+
+class Queue(NamedTuple):
+    """Raw keys and values, newest last; zeros where nothing came yet."""
+
+    key: Float[Tensor, "batch kv_head order dim"]
+    value: Float[Tensor, "batch kv_head order dim"]
+
+
+class MemorizingMemory(Memory):
+    """A softmax over the queue beside the block's own, a gate per head between the two, gradients into the queue.
+
+    `order`: tokens in the queue. `combine`: gate, or joint for one softmax over queue and block, without gates.
+    `positions`: none, raw queries meet raw keys; query, rotated queries meet raw keys; full, both are rotated, keys to
+    their true distance. `detach_memory`: no gradient into the queue, as in the original.
+    """
+
+    source = "Memorizing Transformers (arXiv 2203.08913), without its kNN search"
+    phrase = "a queue of the newest tokens, attended in full"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        order: int = 540,
+        combine: str = "gate",
+        positions: str = "none",
+        detach_memory: bool = False,
+        detach_every: int | None = None,
+    ):
+        super().__init__(geometry, detach_every=detach_every)
+        if order < 1:
+            raise ValueError(f"a queue of {order} tokens: give an order (memory_order) from 1 on")
+        self.joins = one_of("combine", combine, ("gate", "joint")) == "joint"
+        self.positions = one_of("positions", positions, ("none", "query", "full"))
+        if self.joins and positions == "none":
+            raise ValueError("combine='joint' is one softmax of rotated queries: give positions 'query' or 'full'")
+        self.order = self.reach = order
+        self.detach_memory = detach_memory
+        if self.joins:
+            self.no_sliding = "queue and window would hold the same tokens, and count them twice in one softmax"
+        else:
+            self.gate = nn.Parameter(torch.empty(geometry.heads))
+        self.reset()
+
+    def reset(self) -> None:
+        """Gates half open."""
+        if not self.joins:
+            nn.init.zeros_(self.gate)
+
+    def start(self, batch: int, device: torch.device | str | None = None) -> Queue:
+        """An empty queue."""
+        shape = (batch, self.geometry.kv_heads, self.order, self.geometry.head_dim)
+        return Queue(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+
+    def read(self, state: State, seen: int, host: Host) -> Reading:
+        """The tokens in the queue."""
+        key, value = (part[:, :, max(self.order - seen, 0) :] for part in state)
+        return self._columns(key, value, host)
+
+    def write(self, state: State, block: Block, seen: int) -> Queue:
+        """New tokens in, as many of the oldest out."""
+        key, value = (
+            torch.cat((part[:, :, signal.shape[2] :], wide(self._stored(signal[:, :, -self.order :]))), dim=2)
+            for part, signal in zip(state, (block.key, block.value), strict=True)
+        )
+        return Queue(key, value)
+
+    def read_all(
+        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
+    ) -> Sequence[Reading]:
+        """What the queue would hold is at hand already: the tokens before each block."""
+        readings = []
+        for block in range(1, -(-key.shape[2] // self.geometry.block_size)):
+            keys, values = (self._stored(self.history(x, block)[:, :, -self.order :]) for x in (key, value))
+            readings.append(self._columns(keys, values, host))
+        return readings
+
+    def mix(
+        self,
+        local: Float[Tensor, "batch head token dim"],
+        query: Float[Tensor, "batch head token dim"],
+        rotated: Float[Tensor, "batch head token dim"],
+        reading: Reading,
+        visible: Bool[Tensor, "batch column"] | None,
+    ) -> Float[Tensor, "batch head token dim"]:
+        """y = g softmax(q K^T / sqrt(d)) V + (1 - g) local."""
+        looking = query if self.positions == "none" else rotated
+        key, value = (part.to(looking.dtype) for part in reading)
+        mask = None
+        if visible is not None:
+            # A row without any column keeps `local`; here it must only not be NaN.
+            mask = (visible | ~visible.any(1, keepdim=True))[:, None, None]
+        grouped = key.shape[1] != looking.shape[1]
+        remembered = F.scaled_dot_product_attention(looking, key, value, attn_mask=mask, enable_gqa=grouped)
+        return gated(self.gate, remembered, local, visible)
+
+    def _columns(self, key: Tensor, value: Tensor, host: Host) -> Reading:
+        if self.positions == "full":
+            key = host.rope(key, torch.arange(-key.shape[2], 0, device=key.device))
+        return key, value
+
+    def _stored(self, signal: Tensor) -> Tensor:
+        return signal.detach() if self.detach_memory else signal

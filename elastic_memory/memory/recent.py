@@ -1,0 +1,83 @@
+"""A hybrid: part of the budget for the newest tokens as they were, the rest for elastic memory of everything."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State
+from elastic_memory.memory.elastic import ElasticMemory
+from elastic_memory.memory.memorizing import MemorizingMemory
+from elastic_memory.operators import Bank
+from elastic_memory.shapes import Float, Tensor
+
+
+class RecentMemory(Memory):
+    """`share` of `order` is a queue at its true positions, the rest a polynomial; both join the block's softmax."""
+
+    source = "control: elastic memory beside a queue, at equal floats"
+    phrase = "the newest tokens raw, the whole history as a polynomial"
+    joins = True
+    no_sliding = "queue and window would hold the same tokens, and count them twice in one softmax"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        order: int = 540,
+        share: float = 0.5,
+        points: int = 512,
+        sampling: str | Callable[..., Tensor] = "exponential",
+        sampling_options: dict[str, float] | None = None,
+        detach_every: int | None = None,
+    ):
+        super().__init__(geometry, detach_every=detach_every)
+        raw = round(order * share)
+        if not 0 < raw < order:
+            raise ValueError(f"share={share} of order {order}: both parts need at least one, so that neither is idle")
+        self.elastic = ElasticMemory(
+            geometry,
+            order=order - raw,
+            points=points,
+            sampling=sampling,
+            sampling_options=sampling_options,
+            detach_every=detach_every,
+        )
+        self.queue = MemorizingMemory(geometry, order=raw, combine="joint", positions="full", detach_every=detach_every)
+
+    def start(self, batch: int, device: torch.device | str | None = None) -> State:
+        """Coefficients, then the queue."""
+        return (*self.elastic.start(batch, device), *self.queue.start(batch, device))
+
+    def read(self, state: State, seen: int, host: Host) -> Reading:
+        """The polynomial's points, then the queue's tokens."""
+        return _beside(self.elastic.read(state[:2], seen, host), self.queue.read(state[2:], seen, host))
+
+    def write(self, state: State, block: Block, seen: int) -> State:
+        """Each on its own."""
+        return (*self.elastic.write(state[:2], block, seen), *self.queue.write(state[2:], block, seen))
+
+    def read_all(
+        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
+    ) -> Sequence[Reading]:
+        """Each by its fast road."""
+        parts = (memory.read_all(key, value, host) for memory in (self.elastic, self.queue))
+        return [_beside(*pair) for pair in zip(*parts, strict=True)]
+
+    @property
+    def retrieval(self) -> Bank:
+        """The polynomial's."""
+        return self.elastic.retrieval
+
+    def set_retrieval(self, **changes: Any) -> None:
+        """Read the polynomial otherwise; the queue stays as it is."""
+        self.elastic.set_retrieval(**changes)
+
+    def adapt(self, state: State) -> tuple[State, str | None]:
+        """Fit the polynomial to another order."""
+        coefficients, said = self.elastic.adapt(state[:2])
+        return (*coefficients, *state[2:]), said
+
+
+def _beside(elastic: Reading, queue: Reading) -> Reading:
+    return tuple(torch.cat((a, b.to(a.dtype)), dim=2) for a, b in zip(elastic, queue, strict=True))
