@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +73,11 @@ def test_the_memory_at_work(tmp_path):
     assert all(row == sorted(row) for row in shares.values())
     assert shares["20 sines"][-1] == 100
     assert shares["text, smoothed"][-1] > 90 > 20 > shares["noise"][-1]
+
+
+def test_the_readmes_example_runs(tmp_path):
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0]
+    result = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "book.memory.safetensors").stat().st_size < 100_000

@@ -130,3 +130,29 @@ def test_the_readme_shows_the_tree():
         name = path.relative_to(PACKAGE).parts[0]
         if not name.startswith("__"):
             assert re.search(rf"^\s+{re.escape(name)}\b", text, re.MULTILINE), f"README's tree lacks {name}"
+
+
+def test_equations_lead_to_functions_that_exist():
+    import importlib
+
+    names = re.findall(
+        r"`((?:hippo|sampling|operators|attention|memory|model|evaluation)\.[\w.]+)`", page("equations.md")
+    )
+    assert len(names) > 30
+    for name in names:
+        found, parts = importlib.import_module("elastic_memory"), name.split(".")
+        for depth, word in enumerate(parts, 1):
+            if not hasattr(found, word):
+                importlib.import_module(".".join(["elastic_memory", *parts[:depth]]))
+            found = getattr(found, word)
+
+
+def test_every_choice_that_code_points_to_is_written_down():
+    headings = set(re.findall(r"^### (.+)$", page("choices.md"), re.MULTILINE))
+    for path in SOURCES:
+        for name in re.findall(r'choices\.md, "([^"]+)"', path.read_text()):
+            assert name in headings, f"{path.relative_to(ROOT)} points to {name!r}"
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
