@@ -96,10 +96,12 @@ class MemoryAttention(nn.Module):
             mixed = self.memory.mix(mixed, query, rotated, reading, visible)
         return mixed
 
+    def probed(self, key: Heads, value: Heads) -> tuple[Heads, Heads]:
+        """The block's own keys and values, as attention gets to see them."""
+        return (key, value) if self.corrupt is None else self.corrupt(key, value)
+
     def join(self, reading: Reading | None, key: Heads, value: Heads) -> tuple[Heads, Heads]:
         """Memory tokens in front of the block's own, if this memory joins the softmax."""
-        if self.corrupt is not None:
-            key, value = self.corrupt(key, value)
         if not reading or not self.memory.joins:
             return key, value
         return torch.cat((reading[0].to(key.dtype), key), 2), torch.cat((reading[1].to(value.dtype), value), 2)
@@ -167,7 +169,7 @@ class MemoryLayer(GradientCheckpointingLayer):
             if previous is not None and first > 0:
                 before = [x[:, first - 1 : last - 1].flatten(0, 1) for x in (previous, value)]
                 window = [torch.cat(pair, dim=2) for pair in zip(before, window, strict=True)]
-            columns = attention.join(reading, *window)
+            columns = attention.join(reading, *attention.probed(*window))
             if previous is not None:
                 front = columns[0].shape[2] - window[0].shape[2]
                 mask = window_mask(size, window[0].shape[2] - size, size, hidden.device)
@@ -179,16 +181,18 @@ class MemoryLayer(GradientCheckpointingLayer):
         return self._finish(hidden, joined.transpose(1, 2).flatten(2, 3)[:, :, :length])
 
     def _block_by_block(self, hidden: Tensor, rope: Rope) -> Tensor:
-        memory, outputs, size = self.memory, [], self.locality.block_size
+        attention, memory, outputs, size = self.self_attn, self.memory, [], self.locality.block_size
         host, state = self.host(rope), memory.start(hidden.shape[0], hidden.device)
         reading = memory.read(state, 0, host) if memory.reads_start else None
         for index, tokens in enumerate(hidden.split(size, dim=1), 1):
             positions = torch.arange(tokens.shape[1], device=hidden.device)
-            query, key, value = self.self_attn.project(self.input_layernorm(tokens))
-            local = self.self_attn.join(reading, rope(key, positions), value)
-            outputs.append(self._finish(tokens, self.self_attn.mix(query, rope(query, positions), *local, reading)))
+            query, key, value = attention.project(self.input_layernorm(tokens))
+            clean = rope(key, positions), value
+            local = attention.join(reading, *attention.probed(*clean))
+            outputs.append(self._finish(tokens, attention.mix(query, rope(query, positions), *local, reading)))
             if index * size < hidden.shape[1]:  # the last block is read by nobody
-                block = Block(key, value, outputs[-1], self._extender(rope, local, reading, size))
+                known = local if attention.corrupt is None else attention.join(reading, *clean)
+                block = Block(key, value, outputs[-1], self._extender(rope, known, reading, size))
                 state = memory.cut(memory.write(state, block, (index - 1) * size), index)
                 reading = memory.read(state, index * size, host)
         return torch.cat(outputs, dim=1)
