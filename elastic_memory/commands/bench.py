@@ -1,0 +1,58 @@
+"""`elastic bench`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def bench(
+    preset: Annotated[str | None, typer.Option(help="tiny, 100m, ...; default tiny, on a GPU 100m.")] = None,
+    memory: Annotated[list[str] | None, typer.Option(help="Mechanisms to time (default: all).")] = None,
+    multiple: Annotated[int, typer.Option(help="Memory size as a multiple of the paper's.")] = 1,
+    length: Annotated[int | None, typer.Option(help="Tokens of a sample (default 16 blocks).")] = None,
+    rows: Annotated[int, typer.Option(help="Samples of a step.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Rounds that are timed, after one that is not.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
+) -> None:
+    """Time training, evaluation and decoding of every mechanism, as ratios to Transformer++ in the same process.
+
+    elastic bench
+
+    elastic bench --preset 100m --memory elastic --multiple 16 --out bench.json
+    """
+    import torch
+    from rich.console import Console
+
+    import elastic_memory as em
+    from elastic_memory.evaluation.throughput import Workload, throughput
+    from elastic_memory.memory import MEMORIES
+    from elastic_memory.report.tables import Table
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = preset or ("100m" if device == "cuda" else "tiny")
+    names = ["none", *(name for name in memory or MEMORIES if name != "none")]
+    configs = {name: em.MemoryLlamaConfig.preset(size, memory=name, memory_multiple=multiple) for name in names}
+    block = configs["none"].block_size
+    work = Workload(length=length or 16 * block, rows=rows, history=4 * block, decoded=32, repeats=repeats)
+    models = {name: em.MemoryLlamaForCausalLM(config).to(device) for name, config in configs.items()}
+    timed = throughput(models, work)
+
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    title = f"{size}, {multiple}x memory, samples of {work.length} tokens, {rows} at a time, on {where}"
+    columns = ["memory", "training samples/s", "ratio", "evaluation samples/s", "ratio", "decoding tokens/s", "ratio"]
+    Console().print(Table(title, [*columns, "peak"], [_cells(one) for one in timed]).rich())
+    if out:
+        from elastic_memory.training.environment import environment
+        from elastic_memory.training.files import write_json
+
+        out.parent.mkdir(parents=True, exist_ok=True)
+        facts = {"preset": size, "multiple": multiple, "device": where, "torch": torch.__version__, **environment()}
+        write_json(out, {**facts, "work": dataclasses.asdict(work), "results": [dataclasses.asdict(x) for x in timed]})
+
+
+def _cells(one: Any) -> list[str]:
+    rates = [one.training, one.training_ratio, one.inference, one.inference_ratio, one.decoding, one.decoding_ratio]
+    cells = [f"{value:.2f}" if i % 2 else f"{value:.3g}" for i, value in enumerate(rates)]
+    return [one.name, *cells, "" if one.peak_memory is None else f"{one.peak_memory / 2**30:.2f} GiB"]

@@ -1,0 +1,177 @@
+"""`elastic evaluate`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="A run, a model folder, or a causal LM on the hub.")],
+    data: Annotated[Path | None, typer.Option(help="A folder that `elastic prepare` wrote.")] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="ppl, longppl, reconstruction, spectrum, recall; may be repeated.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Which rows.")] = "test",
+    limit: Annotated[int | None, typer.Option(help="Only so many rows, spread over all documents.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write JSON here; run again after an interruption, it goes on.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows at a time.")] = 1,
+    protocol: Annotated[
+        list[str] | None, typer.Option(help="P0 streams; P1 overlapping windows; P4 forgets at every block.")
+    ] = None,
+    stride: Annotated[int | None, typer.Option(help="P1: how far windows move (default a quarter block).")] = None,
+    sampling: Annotated[str | None, typer.Option(help="Read the memory by another sampling than trained with.")] = None,
+    points: Annotated[int | None, typer.Option(help="... at another number of points.")] = None,
+    order: Annotated[int | None, typer.Option(help="... with another order.")] = None,
+    corrupt: Annotated[float, typer.Option(help="Share of each block's keys and values that noise replaces.")] = 0.0,
+    corrupt_layers: Annotated[str, typer.Option(help="memory, or all: where the noise goes.")] = "memory",
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+    reference: Annotated[
+        str, typer.Option(help="LongPPL: the model that finds the key tokens.")
+    ] = "meta-llama/Llama-3.1-8B",
+    trunc_len: Annotated[int | None, typer.Option(help="LongPPL: short context (default 4096, or length/8).")] = None,
+    sliding_window: Annotated[int | None, typer.Option(help="LongPPL: step (default 1024, or length/32).")] = None,
+    alpha: Annotated[float, typer.Option(help="LongPPL: nats a long context must gain.")] = 2.0,
+    beta: Annotated[float, typer.Option(help="LongPPL: least log-probability of a key token.")] = -2.0,
+    keys: Annotated[Path | None, typer.Option(help="LongPPL: folder that keeps key tokens between runs.")] = None,
+    orders: Annotated[list[int] | None, typer.Option("--reconstruct", help="Orders to reconstruct from.")] = None,
+    recall_steps: Annotated[int, typer.Option(help="Recall: fine-tune a copy for so many steps first.")] = 600,
+) -> None:
+    """Measure a checkpoint: perplexity, LongPPL, and probes of its memory.
+
+    Every number is printed with the protocol that made it. After an interruption, give the same command with the same
+    --out again: it goes on where it stopped.
+
+        elastic evaluate runs/small-elastic-1a2b3c --data rows --metric ppl --out results/elastic.json
+
+        elastic evaluate runs/small-elastic-1a2b3c --data rows --metric longppl --reference runs/small-full-4d5e6f
+
+        elastic evaluate runs/small-elastic-1a2b3c --data rows --sampling uniform --corrupt 0.5
+    """
+    from elastic_memory.data import samples
+    from elastic_memory.evaluation.checkpoint import Conditions, Task
+    from elastic_memory.evaluation.loading import check_tokenizer, load_model
+    from elastic_memory.evaluation.longppl import Settings
+    from elastic_memory.evaluation.rows import Spread
+
+    metrics = metric or ["ppl"]
+    if data is None and metrics != ["recall"]:
+        raise ValueError("--data is missing: a folder that `elastic prepare` wrote")
+    rows = samples(data, split) if data else None
+    if rows is not None:
+        check_tokenizer(checkpoint, rows)
+    scaled = Settings.scaled(rows.length if rows else 32768)
+    task = Task(
+        model=load_model(checkpoint),
+        rows=Spread(rows, limit or len(rows)) if rows is not None else [],
+        tokenizer=rows.tokenizer() if rows is not None else None,
+        conditions=Conditions(
+            sampling=sampling, points=points, order=order, corrupt=corrupt, corrupt_layers=corrupt_layers, seed=seed
+        ),
+        protocols=protocol or ["P0"],
+        stride=stride,
+        batch_size=batch_size,
+        reference=reference,
+        settings=Settings(
+            trunc_len=trunc_len or scaled.trunc_len,
+            sliding_window=sliding_window or scaled.sliding_window,
+            alpha=alpha,
+            beta=beta,
+        ),
+        keys=keys or (out.parent / "keys" if out else None),
+        orders=orders or [],
+        recall_steps=recall_steps,
+        partial=out.parent / f".{out.name}.partial" if out else None,
+        identity={"data": rows.fingerprint, "split": split} if rows is not None else {},
+    )
+    results = _with_progress(task, metrics)
+    _show(results)
+    if out:
+        _write(out, checkpoint, task, rows, results)
+
+
+def _with_progress(task: Any, metrics: list[str]) -> dict[str, Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from elastic_memory.evaluation.checkpoint import evaluate as run
+
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bars = {
+            name: progress.add_task(name, total=len(task.rows) * (len(task.protocols) if name == "ppl" else 1))
+            for name in metrics
+        }
+        return run(task, metrics, lambda name, count: progress.advance(bars[name], count))
+
+
+def _show(results: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from elastic_memory.report.tables import Table, number
+
+    console = Console()
+    for name, result in results.items():
+        entries = list(result.values()) if isinstance(result, dict) else [result]
+        if isinstance(result, list):
+            fields = [field.name for field in dataclasses.fields(result[0])]
+            cells = [[_cell(getattr(entry, field), number) for field in fields] for entry in result]
+            console.print(Table(name, fields, cells).rich())
+            continue
+        for entry in entries:
+            console.print(str(entry), highlight=False, soft_wrap=True)
+        if name == "ppl":
+            blocks = max(len(entry.by_block) for entry in entries)
+            cells = [[key, *(f"{value:.4g}" for value in entry.by_block)] for key, entry in result.items()]
+            if blocks <= 32:
+                console.print(Table("PPL by block", ["protocol", *map(str, range(blocks))], cells).rich())
+
+
+def _cell(value: Any, number: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(number, value[:8])) + (" ..." if len(value) > 8 else "")
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _write(out: Path, checkpoint: str, task: Any, rows: Any, results: dict[str, Any]) -> None:
+    import torch
+    import transformers
+
+    from elastic_memory.training.environment import environment
+    from elastic_memory.training.files import write_json
+
+    device = next(task.model.parameters()).device
+    out.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "checkpoint": Path(checkpoint).name if Path(checkpoint).exists() else checkpoint,
+        "memory": task.model.memory_report() if hasattr(task.model, "memory_report") else [],
+        "parameters": sum(weight.numel() for weight in task.model.parameters()),
+        "data": rows and {
+            "split": rows.split,
+            "sha256": rows.fingerprint,
+            "tokenizer": rows.manifest["tokenizer"]["sha256"],
+            "length": rows.length,
+            "rows": len(task.rows),
+        },
+        "conditions": dataclasses.asdict(task.conditions),
+        "precision": "bfloat16 autocast" if device.type == "cuda" else str(next(task.model.parameters()).dtype),
+        "log_softmax": "float32",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **environment(),
+        "metrics": {name: _plain(result) for name, result in results.items()},
+    }  # fmt: skip
+    write_json(out, content)
+
+
+def _plain(result: Any) -> Any:
+    if isinstance(result, dict):
+        return {key: _plain(value) for key, value in result.items()}
+    if isinstance(result, list):
+        return [_plain(value) for value in result]
+    # Positions of key tokens lie in the folder of keys.
+    return {key: value for key, value in dataclasses.asdict(result).items() if key != "keys"}

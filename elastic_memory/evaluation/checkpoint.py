@@ -1,0 +1,162 @@
+"""A model, the conditions it is evaluated under, and every metric by its name."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_memory.data.tokenizers import Tokenizer
+from elastic_memory.evaluation.corruption import corrupted
+from elastic_memory.evaluation.loading import load_model, tokenizer_of
+from elastic_memory.evaluation.longppl import REFERENCE, Settings, fingerprint, longppl, transformers_tokenizer
+from elastic_memory.evaluation.perplexity import PROTOCOLS, perplexity
+from elastic_memory.evaluation.recall import TASKS, learn, recall
+from elastic_memory.evaluation.reconstruction import reconstruction, spectrum
+from elastic_memory.evaluation.rows import Advance, Journal
+from elastic_memory.model.modeling import MemoryCausalLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What differs from the model as it was trained: how memory is read, and what becomes of the local context."""
+
+    sampling: str | None = None
+    points: int | None = None
+    order: int | None = None
+    corrupt: float = 0.0
+    corrupt_layers: str = "memory"
+    seed: int = 0
+
+    def apply(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Set the retrieval for good; the corruption lasts as long as the context that is returned."""
+        changes = {name: getattr(self, name) for name in ("sampling", "points", "order")}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if changes and not isinstance(model, MemoryCausalLM):
+            raise ValueError(f"{type(model).__name__} has no memory: {', '.join(changes)} cannot be changed")
+        if changes:
+            model.set_retrieval(**changes)
+        return corrupted(model, self.corrupt, self.corrupt_layers, self.seed) if self.corrupt else nullcontext()
+
+    def describe(self) -> list[str]:
+        """For the protocol string: only what is not as trained."""
+        words = [f"{name}={getattr(self, name)}" for name in ("sampling", "points", "order") if getattr(self, name)]
+        return words + ([f"corrupt={self.corrupt:g} in {self.corrupt_layers} layers"] if self.corrupt else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Everything the metrics of one evaluation need."""
+
+    model: nn.Module
+    rows: Sequence[Any]
+    tokenizer: Tokenizer | None = None
+    conditions: Conditions = field(default_factory=Conditions)
+    protocols: Sequence[str] = ("P0",)
+    stride: int | None = None
+    batch_size: int = 1
+    reference: str = REFERENCE
+    settings: Settings = field(default_factory=Settings)
+    keys: Path | None = None
+    orders: Sequence[int] = ()
+    recall_steps: int = 0
+    partial: Path | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    def journal(self, metric: str) -> Journal:
+        """Where finished rows of a metric are kept: in a file that only the same evaluation will find."""
+        same = {"model": fingerprint(self.model), "conditions": asdict(self.conditions), "rows": len(self.rows)}
+        return Journal(self.partial, metric=metric, **same, **self.identity)
+
+    def label(self, result: Any) -> Any:
+        """The result with the conditions in its protocol string."""
+        return replace(result, protocol=", ".join([result.protocol, *self.conditions.describe()]))
+
+
+def _ppl(task: Task, advance: Advance) -> dict[str, Any]:
+    results = {}
+    for protocol in task.protocols:
+        result = perplexity(
+            task.model,
+            task.rows,
+            protocol,
+            stride=task.stride,
+            batch_size=task.batch_size,
+            journal=task.journal(f"ppl {protocol} {task.stride}"),
+            advance=advance,
+        )
+        results[protocol] = task.label(result)
+    return results
+
+
+def _longppl(task: Task, advance: Advance) -> Any:
+    reference, own = load_model(task.reference), tokenizer_of(task.reference)
+    # A reference with the same tokenizer reads the very tokens of the rows.
+    shared = own is None or (task.tokenizer is not None and own.sha256 == task.tokenizer.sha256)
+    settings = asdict(task.settings)
+    result = longppl(
+        task.model,
+        transformers_tokenizer(task.tokenizer),
+        task.rows,
+        reference,
+        None if shared else transformers_tokenizer(own),
+        **settings,
+        cache=task.keys,
+        journal=task.journal(f"longppl {fingerprint(reference)} {settings}"),
+        advance=advance,
+    )
+    return task.label(result)
+
+
+def _reconstruction(task: Task, advance: Advance) -> Any:
+    found = reconstruction(task.model, task.rows, task.orders or _orders(task.model))
+    advance(len(task.rows))
+    return found
+
+
+def _spectrum(task: Task, advance: Advance) -> Any:
+    found = spectrum(task.model, task.rows)
+    advance(len(task.rows))
+    return found
+
+
+def _recall(task: Task, advance: Advance) -> Any:
+    weights = {name: value.detach().clone() for name, value in task.model.state_dict().items()}
+    found = []
+    for name in TASKS:
+        if task.recall_steps:
+            task.model.load_state_dict(weights)
+            learn(task.model, name, steps=task.recall_steps)
+        found += recall(task.model, name, [1, 2, 4, 8, 16, 32, 64])
+        advance(len(task.rows) // len(TASKS))
+    task.model.load_state_dict(weights)
+    return found
+
+
+METRICS: dict[str, Callable[[Task, Advance], Any]] = {
+    "ppl": _ppl,
+    "longppl": _longppl,
+    "reconstruction": _reconstruction,
+    "spectrum": _spectrum,
+    "recall": _recall,
+}
+
+
+def evaluate(task: Task, metrics: Sequence[str], advance: Callable[[str, int], None] = lambda name, n: None) -> dict:
+    """Each metric's result by name, under the task's conditions."""
+    for name in (*metrics, *task.protocols):
+        if name not in METRICS and name not in PROTOCOLS:
+            raise ValueError(f"{name!r}: metrics are {', '.join(METRICS)}; protocols are {', '.join(PROTOCOLS)}")
+    device = next(task.model.parameters()).device.type
+    with task.conditions.apply(task.model), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        return {name: METRICS[name](task, lambda n, name=name: advance(name, n)) for name in metrics}
+
+
+def _orders(model: nn.Module) -> Sequence[int]:
+    own = getattr(model.config, "memory_order", None)
+    if own is None:
+        raise ValueError(f"{type(model).__name__} has no memory order of its own: say which orders to reconstruct from")
+    return [own]

@@ -1,0 +1,74 @@
+"""Noise in place of the local context: how much does a model fall back on its memory?"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from elastic_memory.model.modeling import MemoryCausalLM
+from elastic_memory.shapes import Bool, Float, Tensor
+
+Heads = Float[Tensor, "batch head token dim"]
+
+LAYERS = ("memory", "all")
+
+
+@contextmanager
+def corrupted(model: nn.Module, share: float, layers: str = "memory", seed: int = 0) -> Iterator[None]:
+    """Within this context a share of the tokens of every block loses its keys and values to noise.
+
+    In the layers with memory ("Corrupted" in the paper) or in all ("Hardly Corrupted"). Memory is written from the
+    clean ones. The noise depends on seed, layer and place in the block only, so that batches, and the way a text is
+    cut into calls, do not matter.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"corruption of a share of {share}: a share lies between 0 and 1")
+    if layers not in LAYERS:
+        raise ValueError(f"corruption in layers {layers!r}: choose from {', '.join(LAYERS)}")
+    if not isinstance(model, MemoryCausalLM):
+        raise ValueError(f"corruption in a {type(model).__name__}: it needs one of our models, or attach_memory first")
+    attentions = {i: layer.self_attn for i, layer in enumerate(model.base_model.layers)}
+    if layers == "memory":
+        attentions = {i: attentions[i] for i in model.memories}
+    if not attentions:
+        raise ValueError("corruption in the memory layers of a model without memory: choose layers='all'")
+    if model.base_model.layers[0].locality.kind == "full":
+        raise ValueError("corruption of the current block in a model of full attention, which has no blocks")
+    try:
+        for index, attention in attentions.items():
+            attention.corrupt = Noise(share, attention.memory.geometry.block_size, (seed, index))
+        yield
+    finally:
+        for attention in attentions.values():
+            attention.corrupt = None
+
+
+class Noise:
+    """Replaces keys and values of randomly chosen tokens by noise with the mean and variance of each head's own.
+
+    The moments are those of a head, not of its single dimensions: the mean vector of a block would tell much of what
+    the block says.
+    """
+
+    def __init__(self, share: float, block_size: int, seed: tuple[int, int]):
+        self.random = torch.Generator().manual_seed(seed[0] * 2**16 + seed[1])
+        order = torch.randperm(block_size, generator=self.random)
+        self.hit = order < round(share * block_size)
+        self.noise: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, key: Heads, value: Heads) -> tuple[Heads, Heads]:
+        """What attention is to see of a block, or of as much of it as there is."""
+        if self.noise is None:
+            shapes = ((part.shape[1], len(self.hit), part.shape[3]) for part in (key, value))
+            first, second = (torch.randn(shape, generator=self.random).to(key.device) for shape in shapes)
+            self.noise, self.hit = (first, second), self.hit.to(key.device)
+        hit = self.hit[: key.shape[2], None]
+        return _replace(key, self.noise[0], hit), _replace(value, self.noise[1], hit)
+
+
+def _replace(clean: Heads, noise: Float[Tensor, "head block dim"], hit: Bool[Tensor, "token 1"]) -> Heads:
+    wide = clean.float()
+    mean = wide.mean(dim=(2, 3), keepdim=True)
+    deviation = wide.std(dim=(2, 3), keepdim=True, correction=0)
+    return torch.where(hit, (noise[:, : clean.shape[2]] * deviation + mean).to(clean.dtype), clean)

@@ -1,0 +1,61 @@
+"""Checkpoints from disk or the hub, and the tokenizers that belong to them."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from elastic_memory.data import load_tokenizer
+from elastic_memory.data.samples import Samples
+from elastic_memory.data.tokenizers import Tokenizer
+from elastic_memory.model import attach_memory
+from elastic_memory.model.attach import SAVED
+
+
+def load_model(path: str) -> nn.Module:
+    """A causal language model from the folder of a run or of a model, or from the hub, on the GPU if there is one.
+
+    A model that was saved with an attached memory gets it back.
+    """
+    name = model_folder(path)
+    try:
+        config = AutoConfig.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, config=config)
+    except OSError as error:
+        raise FileNotFoundError(f"{path}: {str(error).splitlines()[0]}") from None
+    if getattr(config, SAVED, None):
+        model = attach_memory(model)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def model_folder(path: str) -> str:
+    """Where the model of a run lies; any other folder, and a name on the hub, is itself."""
+    inner = Path(path) / "model"
+    if (inner / "config.json").exists():
+        return str(inner)
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
+        raise FileNotFoundError(f"{path} holds no model: there is no config.json in it, nor in its folder `model`")
+    return path
+
+
+def tokenizer_of(path: str) -> Tokenizer | None:
+    """The tokenizer that lies beside a model, if there is one."""
+    folder = Path(model_folder(path))
+    if folder.is_dir() and not any((folder / name).exists() for name in ("tokenizer_config.json", "bytes.json")):
+        return None
+    return load_tokenizer(str(folder))
+
+
+def check_tokenizer(path: str, rows: Samples) -> None:
+    """Refuse rows cut by another tokenizer than the one a checkpoint was trained with, if it says which."""
+    note = Path(model_folder(path)) / "training.json"
+    if not note.exists():
+        return
+    trained, found = json.loads(note.read_text())["tokenizer"], rows.manifest["tokenizer"]["sha256"]
+    if trained != found:
+        raise ValueError(
+            f"{path} was trained with tokenizer {trained[:12]}, but {rows.folder} was prepared with {found[:12]} "
+            f"({rows.manifest['tokenizer']['name']}): prepare the text with the model's tokenizer"
+        )

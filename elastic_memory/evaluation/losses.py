@@ -1,0 +1,110 @@
+"""The loss of every token, in memory that does not grow with the text.
+
+A row of T tokens holds T - 1 predictions: the one at position q, made from tokens 0..q, is of token q + 1. Losses
+are log-softmax in float32 whatever the model's dtype, and no more logits exist at a time than one call makes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import Cache
+
+from elastic_memory.model.cache import MemoryCache
+from elastic_memory.model.modeling import MemoryCausalLM
+from elastic_memory.shapes import Float, Int, Tensor
+
+# Float32 copies of logits are made for this many numbers at a time (128 MiB).
+SLICE = 2**25
+
+
+def streamed_losses(model: nn.Module, ids: Int[Tensor, "row token"], call: int) -> Float[Tensor, "row prediction"]:
+    """Feed the rows `call` tokens at a time, everything the model remembers carried from call to call."""
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    losses = torch.empty(targets.shape, dtype=torch.float32)
+    for piece, logits in streamed_logits(model, inputs, call):
+        losses[:, piece] = _losses(logits, targets[:, piece])
+    return losses
+
+
+def streamed_logits(model: nn.Module, ids: Int[Tensor, "row token"], call: int) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of `call` tokens at a time, and which tokens they are; everything remembered is carried on."""
+    cache = empty_cache(model)
+    with evaluating(model):
+        for start in range(0, ids.shape[1], call):
+            piece = slice(start, min(start + call, ids.shape[1]))
+            output = model(_on(model, ids[:, piece]), past_key_values=cache, use_cache=True)
+            cache = getattr(output, "past_key_values", None)
+            if cache is None and piece.stop < ids.shape[1]:
+                # The model keeps no cache: all of the context has to come in one call.
+                yield slice(0, ids.shape[1]), model(_on(model, ids), use_cache=False).logits
+                return
+            yield piece, output.logits
+
+
+def last_losses(model: nn.Module, ids: Int[Tensor, "row token"], count: int) -> Float[Tensor, "row prediction"]:
+    """Loss of the last `count` tokens of each row, from one plain call."""
+    with evaluating(model):
+        logits = model(_on(model, ids[:, :-1]), use_cache=False, logits_to_keep=count).logits
+    return _losses(logits, ids[:, -count:])
+
+
+def window_losses(
+    model: nn.Module, ids: Int[Tensor, "row token"], window: int, stride: int
+) -> Float[Tensor, "row prediction"]:
+    """Read the rows through windows that start from nothing and end every `stride` tokens.
+
+    Each prediction is taken once, from the first window that holds its position: it sees at least
+    `window - stride + 1` tokens, or all there are. With `stride == window` the windows are disjoint.
+    """
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    losses = torch.empty(targets.shape, dtype=torch.float32)
+    done = 0
+    with evaluating(model):
+        while done < inputs.shape[1]:
+            start = done + stride - window if done else 0
+            end = min(start + window, inputs.shape[1])
+            output = model(_on(model, inputs[:, start:end]), past_key_values=empty_cache(model), use_cache=True)
+            losses[:, done:end] = _losses(output.logits[:, done - start :], targets[:, done:end])
+            done = end
+    return losses
+
+
+def empty_cache(model: nn.Module) -> Cache | None:
+    """A cache of constant size for one of our models; for another model its own, made by its first call."""
+    return MemoryCache(model) if isinstance(model, MemoryCausalLM) else None
+
+
+def block_size_of(model: nn.Module) -> int:
+    """Tokens of a block: the model's own, or the paper's for a model that has none."""
+    return model.base_model.layers[0].locality.block_size if isinstance(model, MemoryCausalLM) else 2048
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; the model's mode is put back afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        # Not inference_mode: operators that the model keeps must stay usable in training.
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _losses(logits: Float[Tensor, "row token vocabulary"], targets: Int[Tensor, "row token"]) -> Tensor:
+    rows, tokens, vocabulary = logits.shape
+    flat, targets = logits.reshape(-1, vocabulary), targets.reshape(-1).to(logits.device)
+    step = max(1, SLICE // vocabulary)
+    parts = [
+        cross_entropy(flat[i : i + step].float(), targets[i : i + step], reduction="none")
+        for i in range(0, len(flat), step)
+    ]
+    return torch.cat(parts).view(rows, tokens).cpu()
+
+
+def _on(model: nn.Module, ids: Tensor) -> Tensor:
+    return ids.to(next(model.parameters()).device)

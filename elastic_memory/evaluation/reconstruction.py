@@ -1,0 +1,159 @@
+"""What compression keeps: raw keys and values against their reconstruction from a memory state of some order.
+
+Works on every model whose attention has `k_proj` and `v_proj`, before and after a memory was attached to it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_memory import hippo
+from elastic_memory.evaluation.losses import block_size_of, streamed_losses
+from elastic_memory.evaluation.rows import token_ids
+from elastic_memory.shapes import Float, Tensor
+
+SPECTRUM_BINS = 32
+Signal = Float[Tensor, "token head dim"]
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """Errors of one layer's keys or values at one order, averaged over rows, tokens and dimensions.
+
+    `relative` divides by the variance: 1 is as bad as remembering the mean. `by_age[i]` belongs to the tokens i blocks
+    back from the end, `by_head` to each head.
+    """
+
+    layer: int
+    part: str
+    order: int
+    mse: float
+    relative: float
+    by_head: list[float]
+    by_age: list[float]
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Shares of energy in 32 equal bands of frequency, lowest first, of a layer's keys or values along the tokens."""
+
+    layer: int
+    part: str
+    energy: list[float]
+
+
+def reconstruction(
+    model: nn.Module,
+    rows: Sequence[Any],
+    orders: Sequence[int],
+    layers: Sequence[int] | None = None,
+    age: int | None = None,
+) -> list[Reconstruction]:
+    """Compress each row's keys and values to each order, reconstruct every token, and measure the error.
+
+    `layers` are those with memory unless given (all, where there is none); `age` is the number of tokens of an age
+    group, by default a block.
+    """
+    age = age or block_size_of(model)
+    kept: dict[tuple[int, str, int], list[tuple[Tensor, float]]] = {}
+    for row in rows:
+        for (layer, part), signal in keys_and_values(model, row, layers).items():
+            variance = float(signal.var(dim=0, correction=0).mean())
+            for order in orders:
+                errors = squared_errors(signal, order)
+                kept.setdefault((layer, part, order), []).append((errors, variance))
+    return [_averaged(*name, found, age) for name, found in kept.items()]
+
+
+def spectrum(model: nn.Module, rows: Sequence[Any], layers: Sequence[int] | None = None) -> list[Spectrum]:
+    """How fast keys and values change along the sequence: a signal of low frequencies compresses well."""
+    kept: dict[tuple[int, str], list[Tensor]] = {}
+    for row in rows:
+        for name, signal in keys_and_values(model, row, layers).items():
+            kept.setdefault(name, []).append(energies(signal))
+    return [Spectrum(*name, torch.stack(found).mean(0).tolist()) for name, found in kept.items()]
+
+
+def squared_errors(signal: Signal, order: int) -> Float[Tensor, "token head"]:
+    """Mean squared error over dimensions between each token and its reconstruction at the middle of its step."""
+    state = hippo.compress(signal, order)
+    tokens = len(signal)
+    middles = (torch.arange(tokens, dtype=torch.float64, device=signal.device) + 0.5) / tokens
+    # The basis of a long history at a high order is never held whole.
+    pieces = zip(signal.split(1024), middles.split(1024), strict=True)
+    return torch.cat([(hippo.reconstruct(state, u) - piece).square().mean(-1) for piece, u in pieces])
+
+
+def energies(signal: Signal) -> Float[Tensor, " band"]:
+    """Shares of energy by band of the discrete cosine transform along the tokens, over all heads and dimensions."""
+    tokens = len(signal)
+    # DCT-II is the Fourier transform of the signal followed by its mirror image, up to a phase.
+    mirrored = torch.cat([signal, signal.flip(0)]).flatten(1)
+    power = torch.fft.rfft(mirrored, dim=0)[:tokens].abs().square().sum(dim=1)
+    power[0] /= 2  # the constant function has twice the norm of a cosine
+    bands = min(SPECTRUM_BINS, tokens)
+    band = torch.arange(tokens, device=signal.device) * bands // tokens
+    total = torch.zeros(bands, dtype=power.dtype, device=signal.device).index_add_(0, band, power)
+    return (total / total.sum()).cpu()
+
+
+def keys_and_values(model: nn.Module, row: Any, layers: Sequence[int] | None = None) -> dict[tuple[int, str], Signal]:
+    """Raw keys and values (before rotary positions) of one row, by layer and part, in float64."""
+    ids = token_ids(row)
+    attentions = {i: layer.self_attn for i, layer in enumerate(model.base_model.layers)}
+    wanted = list(getattr(model, "memories", {})) or list(attentions) if layers is None else layers
+    for index in wanted:
+        if index not in attentions:
+            raise ValueError(f"layer {index} of a model with {len(attentions)}: choose from 0 to {len(attentions) - 1}")
+    # One token more than is kept, because the last token of a row is predicted but never read.
+    padded = torch.cat([ids, ids[-1:]])
+    with _tapped({i: attentions[i] for i in wanted}) as pieces:
+        streamed_losses(model, padded[None], block_size_of(model))
+    dims = {i: attentions[i].head_dim for i in wanted}
+    return {
+        (i, part): torch.cat(found, dim=1)[0].double().reshape(len(ids), -1, dims[i])
+        for (i, part), found in pieces.items()
+    }
+
+
+@contextmanager
+def _tapped(attentions: dict[int, nn.Module]) -> Iterator[dict[tuple[int, str], list[Tensor]]]:
+    """Everything that the key and value projections put out, by layer and part, call after call."""
+    pieces: dict[tuple[int, str], list[Tensor]] = {}
+    handles = []
+    for index, attention in attentions.items():
+        if not (hasattr(attention, "k_proj") and hasattr(attention, "v_proj")):
+            raise ValueError(f"{type(attention).__name__} has no k_proj and v_proj to look at")
+        # Where keys are normalised, memory holds the normalised ones.
+        for part, module in (("key", getattr(attention, "k_norm", attention.k_proj)), ("value", attention.v_proj)):
+            found = pieces.setdefault((index, part), [])
+            handles.append(
+                module.register_forward_hook(lambda _, __, out, found=found: found.append(out.detach().flatten(2)))
+            )
+    try:
+        yield pieces
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _averaged(layer: int, part: str, order: int, found: list[tuple[Tensor, float]], age: int) -> Reconstruction:
+    lengths = {len(error) for error, _ in found}
+    if len(lengths) > 1:
+        raise ValueError(f"rows of {sorted(lengths)} tokens: ages are comparable between rows of one length only")
+    errors = torch.stack([error for error, _ in found]).mean(0)
+    variance = sum(variance for _, variance in found) / len(found)
+    mse = float(errors.mean())
+    return Reconstruction(
+        layer=layer,
+        part=part,
+        order=order,
+        mse=mse,
+        relative=mse / variance if variance else 0.0,
+        by_head=errors.mean(0).tolist(),
+        by_age=[float(group.mean()) for group in errors.flip(0).split(age)],
+    )

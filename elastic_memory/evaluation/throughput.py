@@ -1,0 +1,150 @@
+"""Speed, as the paper defines it: samples per second in training and in evaluation, as a ratio to Transformer++.
+
+All models live in one process and take turns, so that a ratio is not a comparison of two moods of one machine.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from elastic_memory.evaluation.losses import empty_cache, evaluating
+from elastic_memory.shapes import Int, Tensor
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is timed: rows of `length` tokens, `rows` at a time; decoding one token at a time after `history` tokens."""
+
+    length: int
+    rows: int = 1
+    history: int = 4096
+    decoded: int = 32
+    repeats: int = 5
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Medians of the repeats; ratios are to the first model; peak memory in bytes is known on a GPU only."""
+
+    name: str
+    training: float
+    inference: float
+    decoding: float
+    training_ratio: float
+    inference_ratio: float
+    decoding_ratio: float
+    peak_memory: int | None
+
+
+def throughput(models: Mapping[str, nn.Module], work: Workload) -> list[Throughput]:
+    """Samples per second of training steps and of evaluation, tokens per second of decoding.
+
+    A training step is forward, backward, clipping and AdamW on `work.rows` samples; in bfloat16 on a GPU.
+    """
+    if not models:
+        raise ValueError("no models to time: the first is the one others are compared with")
+    ids = {name: _random_ids(model, work) for name, model in models.items()}
+    optimizers = {
+        name: torch.optim.AdamW(model.parameters(), lr=0.0, fused=_device(model).type == "cuda")
+        for name, model in models.items()
+    }
+    kinds: dict[str, dict[str, Callable[[], float]]] = {
+        name: {
+            "training": partial(_timed, model, partial(_train, model, ids[name], optimizers[name])),
+            "inference": partial(_timed, model, partial(_evaluate, model, ids[name])),
+            "decoding": partial(_decode, model, work),
+        }
+        for name, model in models.items()
+    }
+    peaks = {name: _peak(model, kinds[name]["training"], optimizers[name]) for name, model in models.items()}
+    seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds[name]} for name in models}
+    for repeat in range(work.repeats + 1):
+        for name, kind in itertools.product(models, ("training", "inference", "decoding")):
+            taken = kinds[name][kind]()
+            if repeat:  # the first round warms up
+                seconds[name][kind].append(taken)
+    rates = {
+        name: [
+            work.rows / statistics.median(taken["training"]),
+            work.rows / statistics.median(taken["inference"]),
+            work.rows * work.decoded / statistics.median(taken["decoding"]),
+        ]
+        for name, taken in seconds.items()
+    }
+    base = next(iter(rates.values()))
+    return [
+        Throughput(name, *rate, *(own / other for own, other in zip(rate, base, strict=True)), peaks[name])
+        for name, rate in rates.items()
+    ]
+
+
+def _train(model: nn.Module, ids: Int[Tensor, "row token"], optimizer: torch.optim.Optimizer) -> None:
+    model.train()
+    with _autocast(model):
+        model(ids, labels=ids).loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _evaluate(model: nn.Module, ids: Int[Tensor, "row token"]) -> None:
+    with evaluating(model), _autocast(model):
+        model(ids, labels=ids)
+
+
+def _decode(model: nn.Module, work: Workload) -> float:
+    device = _device(model)
+    prompt = torch.randint(model.config.vocab_size, (work.rows, work.history), device=device)
+    with evaluating(model), _autocast(model):
+        output = model(prompt, past_key_values=empty_cache(model), use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+
+        def run() -> None:
+            for _ in range(work.decoded):
+                model(prompt[:, :1], past_key_values=cache, use_cache=True)
+
+        return _timed(model, run)
+
+
+def _timed(model: nn.Module, run: Callable[[], None]) -> float:
+    cuda = _device(model).type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _peak(model: nn.Module, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> int | None:
+    """Bytes that a training step needs on a GPU that holds other models too."""
+    if _device(model).type != "cuda":
+        return None
+    step()
+    held = [*model.parameters(), *model.buffers()]
+    held += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    own = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    return torch.cuda.max_memory_allocated() - before + own
+
+
+def _autocast(model: nn.Module) -> torch.autocast:
+    device = _device(model).type
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
+def _random_ids(model: nn.Module, work: Workload) -> Int[Tensor, "row token"]:
+    return torch.randint(model.config.vocab_size, (work.rows, work.length), device=_device(model))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
