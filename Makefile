@@ -28,11 +28,13 @@ test-faults: $(READY)  ## kills, full disks, damaged files
 test-gpu:        ## on a machine with CUDA; uses the interpreter's own packages
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
-check: $(READY)  ## lint, types, import order of the tree
+check: $(READY)  ## lint, types, import order of the tree, shapes of the mathematics
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 	$(RUN) pytest tests/test_tree.py
+	$(RUN) pytest tests/test_hippo.py tests/test_sampling.py tests/test_operators.py -k 'not bad_input' \
+	  --jaxtyping-packages=elastic_memory.hippo,elastic_memory.sampling,elastic_memory.operators,beartype.beartype
 
 bench: $(READY)  ## a short version of the benchmarks
 	$(VENV)/bin/elastic bench
