@@ -34,4 +34,5 @@ def model():
 
 @pytest.fixture
 def ids():
-    return torch.randint(0, 61, (2, 45), generator=torch.Generator().manual_seed(1))
+    # 0 is left for padding.
+    return torch.randint(1, 61, (2, 45), generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,5 @@
 """Memory for a model that exists already: attach it, train or use it, take it off again."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -11,6 +10,10 @@ from elastic_memory.model.modeling import MemoryBackbone, MemoryCausalLM, instal
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json
+DEFAULTS: dict[str, Any] = {
+    "memory": "elastic", "memory_layers": None, "local_attention": "block", "memory_order": None,
+    "memory_points": None, "sampling": None, "sampling_options": None, "memory_options": {}, "block_size": 2048,
+}  # fmt: skip
 
 
 def attach_memory(
@@ -18,7 +21,7 @@ def attach_memory(
     layers: list[int] | None = None,
     order: int | None = None,
     points: int | None = None,
-    sampling: str | Callable | None = None,
+    sampling: str | None = None,
     block_size: int = 2048,
     memory: str = "elastic",
     local_attention: str = "block",
@@ -35,14 +38,15 @@ def attach_memory(
         raise ValueError(f"{type(model).__name__} has a memory already: detach_memory(model) first")
     if config.model_type not in FAMILIES or not hasattr(model, "lm_head"):
         raise ValueError(f"{type(model).__name__}: memory can be attached to causal LMs of {', '.join(FAMILIES)}")
+    if callable(sampling):
+        raise ValueError("sampling: give a name, which can be saved; a function of your own goes to set_retrieval")
     given = {
         "memory": memory, "memory_layers": layers, "local_attention": local_attention, "memory_order": order,
         "memory_points": points, "sampling": sampling, "sampling_options": sampling_options,
         "memory_options": memory_options, "block_size": block_size,
     }  # fmt: skip
-    untouched = given == attach_defaults()
     saved = getattr(config, SAVED, None)
-    values = dict(saved) if untouched and saved else given
+    values = dict(saved) if saved and given == DEFAULTS else dict(given)
     settings = MemorySettings(geometry=_geometry(config, values.pop("block_size")), **values)
 
     backbone = model.model
@@ -53,7 +57,7 @@ def attach_memory(
     model.__class__ = type(f"Memory{original[0].__name__}", (MemoryCausalLM, original[0]), {})
     # Plain attributes: the original layers must not be registered twice.
     object.__setattr__(model, "_before_memory", original)
-    setattr(config, SAVED, {**{k: v for k, v in given.items()}, **values, "block_size": settings.geometry.block_size})
+    setattr(config, SAVED, values | {"block_size": settings.geometry.block_size})
     return model
 
 
@@ -67,14 +71,6 @@ def detach_memory(model: Any) -> Any:
     if hasattr(model.config, SAVED):
         delattr(model.config, SAVED)
     return model
-
-
-def attach_defaults() -> dict[str, Any]:
-    """What `attach_memory` assumes when nothing is said."""
-    return {
-        "memory": "elastic", "memory_layers": None, "local_attention": "block", "memory_order": None,
-        "memory_points": None, "sampling": None, "sampling_options": None, "memory_options": {}, "block_size": 2048,
-    }  # fmt: skip
 
 
 def _geometry(config: Any, block_size: int) -> Geometry:

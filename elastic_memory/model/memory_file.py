@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from elastic_memory.shapes import Tensor
@@ -31,6 +32,16 @@ def weights_fingerprint(model: "MemoryCausalLM") -> str:
         flat = parameter.detach().flatten()
         samples.append(flat[:: max(1, flat.numel() // 64)][:64].float())
     digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def content_hash(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of everything the file says, so that a flipped bit is found."""
+    told = {name: value for name, value in header.items() if name != "content"}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -63,6 +74,7 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
         tensors["tokens"] = cache.tokens[:, :longest]
     elif not (exact or cache.locality.sliding):
         raise ValueError("the open block was fed as embeddings, so its token ids are unknown: save with exact=True")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {
         "version": VERSION,
         "weights": weights_fingerprint(cache.model),
@@ -71,13 +83,10 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
         "opened": cache.opened,
         "columns": cache.columns,
     }
+    header["content"] = content_hash(header, tensors)
     partial = path.with_name(path.name + ".partial")
     try:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-            partial,
-            metadata={"elastic_memory": json.dumps(header)},
-        )
+        save_file(tensors, partial, metadata={"elastic_memory": json.dumps(header)})
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -89,8 +98,8 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
     model = cache.model
     header, described = _read_header(path)
     _check_owner(path, header, model, force)
-    seen, opened = header["seen"], header["opened"]
     _check_clock(path, header, cache.block_size)
+    seen, opened = header["seen"], header["opened"]
     device = next(model.parameters()).device
     cache.begin(len(seen), device)
     expected = _expected(cache, len(seen), max(opened), described)
@@ -98,7 +107,13 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
         wrong = sorted(set(described.items()) ^ set(expected.items()))[:3]
         raise ValueError(f"{path}: its tensors do not fit this model, for example {wrong}")
 
-    tensors = load_file(path, device=str(device))
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged ({error})") from None
+    if content_hash(header, tensors) != header.get("content"):
+        raise ValueError(f"{path}: damaged: it is not what was saved")
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{path}: {name} holds NaN or infinity")

@@ -156,7 +156,7 @@ def _newest(pieces: list, keep: int) -> list:
 
 def _assemble(pieces: list, rows: Rows | None, columns: int, keep: int) -> Tensor:
     """The pieces' hidden states at the columns their tokens came from."""
-    if all(len(set(takes)) == 1 and len(set(done)) == 1 for done, takes, _ in pieces):
+    if rows is None and all(len(set(takes)) == 1 for _, takes, _ in pieces):
         hidden = torch.cat([hidden for _, _, hidden in pieces], dim=1)
     else:
         like = pieces[0][2]
@@ -291,17 +291,13 @@ def install(backbone: Any, settings: MemorySettings) -> None:
 
 
 class _Initialised:
-    """Weights as Llama initialises them, output projections smaller with depth, memories as they say themselves."""
+    """Weights as Llama initialises them, memories as they say themselves."""
 
     _no_split_modules = ("MemoryLayer",)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, MemoryLayer):
-            std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
-            for projection in (module.self_attn.o_proj, module.mlp.down_proj):
-                nn.init.normal_(projection.weight, std=std)
-        elif isinstance(module, Memory):
+        if isinstance(module, Memory):
             module.reset()
 
 
@@ -313,6 +309,10 @@ class MemoryLlamaModel(MemoryBackbone, _Initialised, LlamaModel):
     def __init__(self, config: MemoryLlamaConfig):
         super().__init__(config)
         install(self, config.settings())
+        with torch.no_grad():
+            for layer in self.layers:  # residuals add up over depth: each layer starts with a smaller share
+                for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                    projection.weight.mul_((2 * config.num_hidden_layers) ** -0.5)
         self.post_init()
 
 

@@ -1,0 +1,204 @@
+"""`elastic selfcheck`."""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+
+def selfcheck(
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default the GPU if there is one.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also compile every mechanism (minutes).")] = False,
+) -> None:
+    """Check, on this machine, every equivalence that the library relies on, and print the largest errors.
+
+    Streams against one call, padded against single rows, saved and loaded, checkpointed, compiled, both roads of the
+    operators, and the operators themselves. Exit code 1 if any error exceeds its bound.
+
+        elastic selfcheck --device cuda
+    """
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    console, failed = Console(), 0
+    table = Table(
+        "check", "largest error", "bound", "", title=f"elastic selfcheck on {device}, torch {torch.__version__}"
+    )
+    with console.status("checking"):
+        for name, error, bound in checks(device, compiled):
+            good = error <= bound
+            failed += not good
+            table.add_row(name, f"{error:.1e}", f"{bound:.0e}", "ok" if good else "[red]FAILED[/red]")
+    console.print(table)
+    raise typer.Exit(1 if failed else 0)
+
+
+def checks(device: str, compiled: bool = False) -> Iterator[tuple[str, float, float]]:
+    """Name, largest error and bound of each check."""
+    from elastic_memory.memory import MEMORIES
+
+    yield from operator_checks(device)
+    for memory in MEMORIES:
+        model, ids = _model(memory, device), _ids(device)
+        for name, check in MODEL_CHECKS.items():
+            yield f"{memory}: {name}", check(model, ids), 1e-4
+        if any(MEMORIES[memory].has_option("road") for _ in model.memories):
+            yield f"{memory}: direct road = recurrent, gradients too", _roads(model, ids), 1e-4
+        if compiled:
+            yield f"{memory}: compiled = eager", _compiled(model, ids), 1e-4
+
+
+def operator_checks(device: str) -> Iterator[tuple[str, float, float]]:
+    """The mathematics: closed forms against their defining properties, and streaming against the direct road."""
+    import torch
+
+    from elastic_memory import hippo
+    from elastic_memory.operators import Bank
+
+    there = torch.device(device)
+    order, size, blocks = 540, 2048, 16
+    first, second = hippo.transition(order, 8, 10, device=there), hippo.transition(order, 9, 9, device=there)
+    whole = first @ hippo.transition(order, 6, 8, device=there)
+    yield "transition composes", float((whole - hippo.transition(order, 6, 10, device=there)).abs().max()), 1e-10
+    yield "transition of no time is the identity", float((second - torch.eye(order, device=there)).abs().max()), 1e-12
+    norm = float(torch.linalg.matrix_norm(first, 2))
+    yield "transition has norm sqrt(start / end)", abs(norm - (8 / 10) ** 0.5), 1e-9
+
+    bank = Bank(order, 512, "exponential")
+    signal = torch.randn(size * blocks, 8, device=there, generator=torch.Generator(there).manual_seed(0))
+    state = torch.zeros(order, 8, device=there)
+    for block in range(blocks):
+        step = bank.step(block * size, (block + 1) * size, there)
+        state = step.transition @ state + step.projection @ signal[block * size : (block + 1) * size]
+    streamed = bank.reconstruction(size * blocks, there) @ state
+    direct = bank.direct(size * blocks, there, torch.float32) @ signal
+    yield "streamed state = direct operator, 32,768 tokens", float((streamed - direct).norm() / direct.norm()), 1e-4
+
+
+def _model(memory: str, device: str) -> Any:
+    import torch
+
+    from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = MemoryLlamaConfig.preset("tiny", memory=memory, block_size=16, initializer_range=0.1)
+    return MemoryLlamaForCausalLM(config).eval().to(device)
+
+
+def _ids(device: str) -> Any:
+    import torch
+
+    return torch.randint(1, 512, (3, 101), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _stream(model: Any, ids: Any, sizes: list[int], between: Callable = lambda cache: cache, **options: Any) -> Any:
+    import torch
+
+    from elastic_memory.model import MemoryCache
+
+    cache, logits = MemoryCache(model), []
+    with torch.no_grad():
+        for piece in ids.split(sizes, dim=1):
+            logits.append(model(piece, past_key_values=cache, **options).logits)
+            cache = between(cache)
+    return torch.cat(logits, dim=1)
+
+
+def _once(model: Any, ids: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def _streamed(model: Any, ids: Any) -> float:
+    return float((_stream(model, ids, [1, 1, 30, 16, 2, 51]) - _once(model, ids)).abs().max())
+
+
+def _padded(model: Any, ids: Any) -> float:
+    """Rows of 101, 64 and 17 tokens, padded on the left, with and without a cache, against each row alone."""
+    import torch
+
+    from elastic_memory.model import MemoryCache
+
+    mask, errors = torch.ones_like(ids), []
+    for row, start in enumerate((0, 37, 84)):
+        mask[row, :start] = 0
+    with torch.no_grad():
+        for cache in (None, MemoryCache(model)):
+            logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+            for row, start in enumerate((0, 37, 84)):
+                errors.append(float((logits[row, start:] - _once(model, ids[row : row + 1, start:])[0]).abs().max()))
+    return max(errors)
+
+
+def _saved(model: Any, ids: Any) -> float:
+    import tempfile
+    from pathlib import Path
+
+    from elastic_memory.model import MemoryCache
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "memory.safetensors"
+
+        def through_a_file(cache: Any) -> Any:
+            cache.save(path)
+            return MemoryCache.load(path, model)
+
+        logits = _stream(model, ids, [40, 20, 41], through_a_file)
+    return float((logits - _once(model, ids)).abs().max())
+
+
+def _causal(model: Any, ids: Any) -> float:
+    changed = ids.clone()
+    changed[:, 60:] = 511 - changed[:, 60:]
+    return float((_once(model, ids)[:, :60] - _once(model, changed)[:, :60]).abs().max())
+
+
+def _gradients(model: Any, ids: Any) -> list[Any]:
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def _checkpointed(model: Any, ids: Any) -> float:
+    model.train()
+    plain = _gradients(model, ids)
+    model.gradient_checkpointing_enable()
+    again = _gradients(model, ids)
+    model.gradient_checkpointing_disable()
+    model.eval()
+    return max(float((a - b).abs().max()) for a, b in zip(plain, again, strict=True))
+
+
+def _roads(model: Any, ids: Any) -> float:
+    found = []
+    for road in ("direct", "recurrent"):
+        for memory in model.memories.values():
+            memory.road = road
+        found.append([_once(model, ids), *_gradients(model, ids)])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+def _prefilled(model: Any, ids: Any) -> float:
+    """Tokens that differ when a prompt is read in pieces of 7."""
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return float((model.generate(ids, prefill_chunk_size=7, **options) != model.generate(ids, **options)).sum())
+
+
+def _compiled(model: Any, ids: Any) -> float:
+    import torch
+
+    return float((torch.compile(model, fullgraph=True)(ids).logits - _once(model, ids)).abs().max())
+
+
+MODEL_CHECKS: dict[str, Callable[[Any, Any], float]] = {
+    "streamed = one call": _streamed,
+    "padded = alone": _padded,
+    "prompt in pieces = at once": _prefilled,
+    "saved and loaded = one call": _saved,
+    "the past does not know the future": _causal,
+    "checkpointed gradients = plain": _checkpointed,
+}

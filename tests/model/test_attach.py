@@ -1,0 +1,132 @@
+"""Memory for models that exist already."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import elastic_memory as em
+
+SHAPE = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=61, initializer_range=0.2, max_position_embeddings=256, head_dim=8, pad_token_id=0,
+)  # fmt: skip
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "llama 3.1": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SHAPE,
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=500000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+        )
+    ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+}
+MEMORY = dict(layers=[1], order=11, points=5, block_size=8)
+
+
+@pytest.fixture(params=FAMILIES)
+def pretrained(request):
+    torch.manual_seed(0)
+    model = FAMILIES[request.param]().eval()
+    for parameter in model.parameters():  # biases and norms that do something
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+    return model
+
+
+@torch.no_grad()
+def test_inside_a_block_it_is_the_model_it_was(pretrained, ids):
+    blocks = [pretrained(block).logits for block in ids.split(8, dim=1)]
+    names = {name: p.data_ptr() for name, p in pretrained.named_parameters()}
+    em.attach_memory(pretrained, **MEMORY)
+    assert {name: p.data_ptr() for name, p in pretrained.named_parameters()} == names
+    logits = pretrained(ids).logits
+    torch.testing.assert_close(logits[:, :8], blocks[0], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(logits[:, 8:16], blocks[1], atol=1e-3)
+
+
+@torch.no_grad()
+def test_with_no_memory_it_is_the_model_block_by_block(pretrained, ids):
+    blocks = torch.cat([pretrained(block).logits for block in ids.split(8, dim=1)], dim=1)
+    em.attach_memory(pretrained, memory="none", block_size=8)
+    torch.testing.assert_close(pretrained(ids).logits, blocks, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_detached_it_is_exactly_the_model_it_was(pretrained, ids):
+    kind, before, config = type(pretrained), pretrained(ids).logits, pretrained.config.to_dict()
+    em.detach_memory(em.attach_memory(pretrained, **MEMORY))
+    assert type(pretrained) is kind
+    assert torch.equal(pretrained(ids).logits, before)
+    assert pretrained.config.to_dict() == config
+
+
+@torch.no_grad()
+def test_it_streams_and_generates(pretrained, ids):
+    em.attach_memory(pretrained, **MEMORY)
+    cache = em.MemoryCache(pretrained)
+    pieces = torch.cat([pretrained(x, past_key_values=cache).logits for x in ids.split([3, 20, 1, 21], dim=1)], dim=1)
+    torch.testing.assert_close(pieces, pretrained(ids).logits, atol=1e-4, rtol=0)
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert torch.equal(pretrained.generate(ids, **options), pretrained.generate(ids, use_cache=False, **options))
+
+
+def test_fine_tuned_saved_loaded(pretrained, ids, tmp_path):
+    em.attach_memory(pretrained, sampling="uniform", **MEMORY).train()
+    optimizer = torch.optim.AdamW(pretrained.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = pretrained(ids, labels=ids).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    pretrained.eval().save_pretrained(tmp_path)
+    loaded = em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert loaded.memories[1].bank == pretrained.memories[1].bank
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, pretrained(ids).logits)
+    em.detach_memory(loaded)
+    assert not hasattr(loaded.config, "elastic_memory")
+
+
+def test_half_precision_and_training_mode_are_kept(ids):
+    model = em.attach_memory(FAMILIES["llama"]().to(torch.bfloat16).eval(), **MEMORY)
+    assert model.dtype == torch.bfloat16
+    assert not model.model.layers[0].training
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_bad_input(ids):
+    model = FAMILIES["llama"]()
+    for call, message in [
+        (lambda: em.detach_memory(model), "no attached memory"),
+        (lambda: em.attach_memory(model, layers=[7]), "layers 0 to 2"),
+        (lambda: em.attach_memory(model, memory="elastik"), "elastic"),
+        (lambda: em.attach_memory(model, orders=5), "order"),
+        (lambda: em.attach_memory(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2))), "llama, mistral"),
+        (lambda: em.attach_memory(em.attach_memory(model)), "already"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()

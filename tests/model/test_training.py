@@ -1,0 +1,180 @@
+"""The training road: causality, gradients, compilation, checkpointing, loss."""
+
+import pytest
+import torch
+
+from elastic_memory.model import loss, modeling
+from tests.conftest import small_model
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_gradients(first, second, atol=1e-5):
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("place", [0, 7, 8, 20, 44])
+@pytest.mark.parametrize("local", ["block", "sliding"])
+def test_the_past_does_not_know_the_future(place, local, ids):
+    model = small_model(local_attention=local)
+    changed = ids.clone()
+    changed[:, place:] = (changed[:, place:] + 1) % 61
+    with torch.no_grad():
+        before, after = model(ids).logits, model(changed).logits
+    assert torch.equal(before[:, :place], after[:, :place])
+    assert not torch.equal(before[:, place:], after[:, place:])
+
+
+def test_block_0_reaches_the_last_block(model, ids):
+    changed = ids.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % 61
+    with torch.no_grad():
+        assert not torch.equal(model(ids).logits[:, 40:], model(changed).logits[:, 40:])
+        none = small_model("none")
+        assert torch.equal(none(ids).logits[:, 40:], none(changed).logits[:, 40:])
+
+
+@pytest.mark.parametrize("order", [4, 11, 30])
+@pytest.mark.parametrize("length", [16, 17, 45])
+def test_direct_and_recurrent_roads_agree(order, length, ids):
+    ids = ids[:, :length]
+    direct, recurrent = (small_model(memory_order=order, memory_options={"road": r}) for r in ("direct", "recurrent"))
+    torch.testing.assert_close(direct(ids).logits, recurrent(ids).logits, atol=1e-4, rtol=0)
+    assert_same_gradients(gradients(direct, ids), gradients(recurrent, ids))
+
+
+def test_gradients_flow_through_memory_to_all_earlier_blocks(model, ids):
+    """d(loss in the last block) / d(embedding of every earlier token), against finite differences at some."""
+    model = model.double()
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    target = lambda e: model(inputs_embeds=e).logits[:, 40:].square().mean()  # noqa: E731
+    (gradient,) = torch.autograd.grad(target(embeds), embeds)
+    assert (gradient[:, :40].abs().amax(-1) > 0).all()
+    for place in (0, 13, 39):
+        nudge = torch.zeros_like(embeds)
+        nudge[0, place] = torch.randn(embeds.shape[-1], dtype=torch.float64) * 1e-3
+        with torch.no_grad():
+            difference = (target(embeds + nudge) - target(embeds - nudge)) / 2
+        torch.testing.assert_close((gradient * nudge).sum(), difference, rtol=2e-2, atol=1e-9)
+
+
+@pytest.mark.parametrize("road", ["direct", "recurrent"])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_detach_every_cuts(road, every, ids):
+    """The gradient of block i's loss reaches back to the last cut and no further, and outputs do not change."""
+    model = small_model(memory_options={"road": road, "detach_every": every})
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, small_model()(ids).logits, atol=1e-4, rtol=0)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    for block in range(6):
+        last = model(inputs_embeds=embeds).logits[:, 8 * block : 8 * block + 8].square().mean()
+        (gradient,) = torch.autograd.grad(last, embeds)
+        cut = 8 * (block // every * every)
+        assert (gradient[:, :cut] == 0).all()
+        assert (gradient[:, cut : 8 * block].abs().amax(-1) > 0).all()
+
+
+@pytest.mark.parametrize("local", ["block", "sliding"])
+def test_compiled_is_eager_without_graph_breaks(local, ids):
+    model = small_model(local_attention=local)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    plain = gradients(model, ids)
+    torch.testing.assert_close(compiled(ids).logits, model(ids).logits, atol=1e-5, rtol=0)
+    model.zero_grad()
+    compiled(ids, labels=ids).loss.backward()
+    assert_same_gradients(plain, {name: parameter.grad for name, parameter in model.named_parameters()})
+    torch._dynamo.reset()
+
+
+def test_checkpointed_is_plain(model, ids):
+    plain = gradients(model.train(), ids)
+    model.gradient_checkpointing_enable()
+    assert_same_gradients(plain, gradients(model, ids))
+
+
+def test_loss_in_pieces_is_the_loss(model, ids, monkeypatch):
+    """Pieces, the whole, and transformers' own definition."""
+    labels = ids.clone()
+    labels[:, 5:9] = -100
+    expected = torch.nn.functional.cross_entropy(
+        model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    )
+    whole = gradients(model, ids)
+    torch.testing.assert_close(model(ids, labels=labels).loss, expected)
+    monkeypatch.setattr(loss, "PIECE", 7)
+    torch.testing.assert_close(model(ids, labels=labels).loss, expected)
+    assert_same_gradients(whole, gradients(model, ids))
+    torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=10).loss, expected * (2 * 40) / 10)
+
+
+def test_long_labelled_calls_make_no_logits(model, ids, monkeypatch):
+    monkeypatch.setattr(modeling, "LOGITS_AT_MOST", 50)
+    assert model(ids, labels=ids).logits is None
+    assert model(ids, labels=ids, logits_to_keep=3).logits.shape == (2, 3, 61)
+    assert model(ids[:, :20], labels=ids[:, :20]).logits.shape == (2, 20, 61)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_does_not_change_the_loss(left, model, ids):
+    """What only padding could predict is not counted."""
+    mask, labels = torch.ones_like(ids), ids.clone()
+    padding = slice(0, 9) if left else slice(36, 45)
+    mask[1, padding], labels[1, padding] = 0, -100
+    real = ids[1:, 9:] if left else ids[1:, :36]
+    rows = [(ids[:1], 44), (real, 35)]
+    expected = sum(model(row, labels=row).loss * count for row, count in rows) / 79
+    torch.testing.assert_close(model(ids, attention_mask=mask, labels=labels).loss, expected)
+
+
+def test_low_precision_is_close(ids):
+    """bf16 operands on both roads, float32 state: the error is that of bf16 activations."""
+    for road in ("direct", "recurrent"):
+        model = small_model(memory_options={"road": road}, initializer_range=0.1)
+        exact = model(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            low = model(ids).logits
+        assert (low.float() - exact).norm() / exact.norm() < 2e-2, road
+
+
+def test_hidden_states(model, ids):
+    outputs = model(ids, output_hidden_states=True)
+    assert len(outputs.hidden_states) == 4
+    torch.testing.assert_close(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
+
+
+def test_jaxtyping_free_import():
+    """The package imports with torch, transformers, numpy and safetensors alone."""
+    import subprocess
+    import sys
+
+    blocked = [
+        "jaxtyping",
+        "beartype",
+        "typer",
+        "rich",
+        "yaml",
+        "pyarrow",
+        "matplotlib",
+        "accelerate",
+        "datasets",
+        "scipy",
+    ]
+    code = (
+        "import sys\n"
+        f"blocked = {blocked!r}\n"
+        "class Block:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        frame = sys._getframe(1)\n"
+        "        while frame and 'importlib' in frame.f_code.co_filename: frame = frame.f_back\n"
+        "        ours = frame and 'elastic_memory' in frame.f_code.co_filename\n"
+        "        if ours and name.split('.')[0] in blocked: raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "import elastic_memory as em\n"
+        "em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset('tiny'))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
