@@ -24,9 +24,9 @@ BATCH = 2**22  # entries of the float64 matrices built together for the recurren
 
 # What building W holds at once: so many tokens of so many histories, and so many polynomials of them. A GPU wants few
 # long launches, a CPU what fits its caches.
-SWEEP = {"cpu": 2**13, "cuda": 2**15}
-GROUP = 8
-PANEL = 128
+SWEEP = {"cpu": 2**13, "cuda": 2**16}
+GROUP = 6
+PANEL = 64
 
 CACHED = 4  # of each kind; an unbounded cache would break the promise of constant memory
 
@@ -197,7 +197,7 @@ def _direct(
             for total, reader, values in zip(sums, readers, columns, strict=True):
                 total.addmm_(reader[:, begin : begin + PANEL], values)
         for (which, first, last), total in zip(pieces, sums, strict=True):
-            weights[which][:, first:last] = total.diff(dim=1)
+            torch.sub(total[:, 1:], total[:, :-1], out=weights[which][:, first:last])
     return weights
 
 
@@ -213,9 +213,9 @@ def _readers(
 
 
 def _steepness(readers: Float[Tensor, "reader point order"]) -> Float[Tensor, "reader point order"]:
-    """(r[m-1] - r[m+1]) / 2 for m = 1 .. order, r[n] = R[n] / sqrt(2n+1) (see `_direct`)."""
-    order = readers.shape[-1]
-    half = readers / (2 * torch.arange(1, 2 * order, 2, dtype=readers.dtype, device=readers.device).sqrt())
+    """(r[m-1] - r[m+1]) / 2 for m = 1 .. order, r[n] = R[n] / sqrt(2n+1) (see `_direct`). Overwrites its argument."""
+    odd = torch.arange(1, 2 * readers.shape[-1], 2, dtype=readers.dtype, device=readers.device)
+    half = readers.div_(2 * odd.sqrt())
     result = half.clone()
     result[..., :-2] -= half[..., 2:]
     return result

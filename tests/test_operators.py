@@ -146,9 +146,16 @@ def test_a_float32_stream_of_16_blocks_stays_close_to_the_direct_operator():
     assert (reading - expected).norm() < 1e-4 * expected.norm()
 
 
-def test_matrices_are_cast_last():
-    exact = hippo.transition(540, 15, 16)
-    assert torch.equal(Bank(540, 4).step(15, 16, CPU).transition, exact.float())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matrices_are_cast_last(dtype):
+    bank = Bank(140, 4, "exponential")
+    assert torch.equal(bank.step(15, 16, CPU, dtype).transition, hippo.transition(140, 15, 16).to(dtype))
+    assert torch.equal(bank.direct(300, CPU, dtype), bank.direct(300, CPU, DOUBLE).to(dtype))
+    for road in ("direct", "recurrent"):
+        exact = [part for part in bank.plan(50, 4, CPU, DOUBLE, road=road)]
+        for cast, full in zip(bank.plan(50, 4, CPU, dtype, road=road), exact, strict=True):
+            for ours, theirs in zip(cast, full, strict=True):
+                assert torch.equal(ours, theirs.to(dtype))
 
 
 def test_equal_banks_share_and_old_blocks_are_forgotten():

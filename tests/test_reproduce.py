@@ -1,6 +1,7 @@
 """The table of synthetic signals, in the paper's convention and in ours."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,3 +54,10 @@ def test_every_experiment_can_be_loaded():
     assert "signals" in tables()
     for name in tables():
         assert callable(load(name).run)
+
+
+def test_the_readme_holds_the_table_as_reproduced(results):
+    root = Path(__file__).parents[1]
+    table = results[0].markdown()
+    assert (root / "results" / "signals.md").read_text() == table
+    assert f"<!-- signals -->\n{table}<!-- /signals -->" in (root / "README.md").read_text()
