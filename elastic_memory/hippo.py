@@ -50,9 +50,8 @@ def step(
         return torch.zeros_like(identity), identity[0]
     if method == "zoh":
         carry = transition(order, time, time + 1, device=device)
-        return carry, identity[0] - carry[
-            :, 0
-        ]  # A^-1 (I - carry) B, because A commutes with its power and A^-1 B = e_0
+        # A^-1 (I - carry) B, because A commutes with its power and A^-1 B = e_0.
+        return carry, identity[0] - carry[:, 0]
     a, b = legs(order, device=device)
     before, after = {"forward": (1.0, 0.0), "backward": (0.0, 1.0), "bilinear": (0.5, 0.5)}[method]
     both = torch.cat([identity - before * a / time, b[:, None] / time], dim=1)

@@ -1,10 +1,13 @@
 """`elastic demo`: the memory at work on this machine, without a download."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ORDERS = (8, 32, 128, 512)
 BLOCK, BLOCKS = 512, 16
@@ -56,7 +59,7 @@ def memory_at_work(out: Path, console: Console) -> Path:
     return picture
 
 
-def _remember(signal, order):
+def _remember(signal: "Tensor", order: int) -> "Tensor":
     """Compress block by block as a model does while it reads, then reconstruct every token from the final state."""
     import torch
 
