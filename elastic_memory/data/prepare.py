@@ -64,16 +64,20 @@ def prepare(
     passed_over: Counter[str] = Counter()
     parts = find_parts(names, text, passed_over)
     plan = _plan(parts, maker)
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        _compare(folder, manifest["plan"], plan)
+        return manifest
     with _held(folder, shard), _plain_disk_errors(folder):
-        if not _finished(folder, plan):
-            _tokenise(folder, parts, range(shard[0], len(parts), shard[1]), maker, watch)
-            if shard != (0, 1):
-                return None
-            try:
-                gather(folder, plan, maker, [Path(name).name for name in names], passed_over)
-            except NothingKept:
-                shutil.rmtree(folder / ".work")
-                raise
+        _begin(folder, plan)
+        _tokenise(folder, parts, range(shard[0], len(parts), shard[1]), maker, watch)
+        if shard != (0, 1):
+            return None
+        try:
+            gather(folder, plan, maker, [Path(name).name for name in names], passed_over)
+        except NothingKept:
+            shutil.rmtree(folder / ".work")
+            raise
         shutil.rmtree(folder / ".work")
         return read_manifest(folder)
 
@@ -99,20 +103,21 @@ def _plan(parts: list[Part], maker: RowMaker) -> Plan:
     )
 
 
-def _finished(folder: Path, plan: Plan) -> bool:
-    """Whether the folder holds this plan's rows already; one that holds another plan's, even unfinished, is refused."""
+def _begin(folder: Path, plan: Plan) -> None:
+    """Write the plan down, or find that what was begun here followed the same one."""
     begun = folder / ".work" / "plan.json"
-    finished = (folder / MANIFEST).exists()
-    if finished or begun.exists():
-        found = read_manifest(folder)["plan"] if finished else json.loads(begun.read_bytes())
-        differ = {key: now for key, now in asdict(plan).items() if found.get(key) != now}
+    if begun.exists():
+        _compare(folder, json.loads(begun.read_bytes()), plan)
+    else:
+        with whole_file(begun) as file:
+            file.write(json.dumps(asdict(plan)).encode())
+
+
+def _compare(folder: Path, found: dict[str, Any], plan: Plan) -> None:
+    differ = {key: now for key, now in asdict(plan).items() if found.get(key) != now}
+    if differ:
         changed = "; ".join(f"{key} was {found.get(key)}, now {now}" for key, now in differ.items())
-        if changed:
-            raise ValueError(f"{folder} holds another preparation ({changed}): choose another --out")
-        return finished
-    with whole_file(begun) as file:
-        file.write(json.dumps(asdict(plan)).encode())
-    return False
+        raise ValueError(f"{folder} holds another preparation ({changed}): choose another --out")
 
 
 def _tokenise(

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -267,7 +268,7 @@ def _text_parts(root: Path, files: list[str]) -> list[Part]:
     parts: list[Part] = []
     begun: list[str] = []
     size = 0
-    for file, following in zip(files, [*files[1:], None], strict=True):
+    for file, following in zip_longest(files, files[1:]):
         begun.append(file)
         size += (root / file).stat().st_size
         ends = following is None or _split_of(following) != _split_of(file)

@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
     sha256: str
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`; strings such as `<s>` in it are ordinary text."""
+        """The ids of `text`; strings such as `<s>` in it are ordinary text (to all but Unigram models)."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`."""
@@ -169,8 +169,9 @@ def _cut(text: str, position: int, tokenizer: Tokenizer) -> tuple[int, int] | No
         place = match.end()
         if place + CONTEXT > len(text):
             return None
-        before = tokenizer.encode(text[place - CONTEXT : place])
-        both = tokenizer.encode(text[place - CONTEXT : place + CONTEXT])
+        start = max(0, place - CONTEXT)
+        before = tokenizer.encode(text[start:place])
+        both = tokenizer.encode(text[start : place + CONTEXT])
         if np.array_equal(both[: len(before)], before):
             return place, len(before)
     return None

@@ -1,0 +1,118 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_memory.data import tokenizers as module
+from elastic_memory.data.tokenizers import Skip, encode, load_tokenizer, pieces
+from tests.data.conftest import KINDS
+
+WORDS = ["the", "cat", "theory", "a", "aaaa", "--------", "<s>", "</s>", "x+=1", ".", "'s"]
+WORDS += ["naïve", "漢字", "🙂", "e\u0301", "ﬁ"]
+SPACES = [" ", "  ", "\n", "\n\n", "\t", "\r\n", "    ", "\u00a0", ""]
+texts = st.lists(st.sampled_from(WORDS + SPACES) | st.text(max_size=3), min_size=60, max_size=150).map("".join)
+kinds = pytest.mark.parametrize("kind", [*KINDS, "bytes"])
+
+
+def in_pieces(chunks, tokenizer):
+    return [encode(piece, tokenizer) for piece in pieces(chunks, tokenizer)]
+
+
+@kinds
+@given(text=texts)
+def test_pieces_put_together_equal_the_whole(kind, text, tokenizers):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE", 20)
+        parts = in_pieces([text], tokenizers[kind])
+    assert np.concatenate([*parts, []]).tolist() == tokenizers[kind].encode(text).tolist()
+
+
+@kinds
+def test_long_texts_are_really_cut(kind, tokenizers):
+    text = "the cat sat on the mat, and the dog sat by the door.\n" * 1000
+    parts = in_pieces([text], tokenizers[kind])
+    assert len(parts) >= len(text) // (2 * module.PIECE)
+    assert np.concatenate([*parts, []]).tolist() == tokenizers[kind].encode(text).tolist()
+
+
+@given(text=texts, places=st.lists(st.integers(0, 300)))
+def test_pieces_do_not_depend_on_how_a_text_is_read(text, places, tokenizers):
+    edges = sorted({0, len(text), *(min(place, len(text)) for place in places)})
+    chunks = [text[start:stop] for start, stop in pairwise(edges)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE", 20)
+        assert list(pieces(chunks, tokenizers["sentencepiece"])) == list(pieces([text], tokenizers["sentencepiece"]))
+
+
+def test_a_text_without_white_space_is_skipped_however_it_is_read(tokenizers):
+    for text in ("a" * (module.UNBROKEN + 1), "a " * 9000 + "b" * (module.UNBROKEN + 1) + " c" * 9000):
+        for size in (1 << 30, 100_000):
+            chunks = [text[at : at + size] for at in range(0, len(text), size)]
+            with pytest.raises(Skip, match="no white space"):
+                list(pieces(chunks, tokenizers["bytes"]))
+    (whole,) = in_pieces(["a" * module.UNBROKEN], tokenizers["bytes"])
+    assert len(whole) == module.UNBROKEN
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte-level", "wordpiece"])
+def test_special_tokens_written_in_a_text_are_ordinary_text(kind, tokenizers):
+    special = {tokenizers[kind].tokenizer.bos_token_id, tokenizers[kind].tokenizer.eos_token_id}
+    assert not special & set(tokenizers[kind].encode("the <s> cat </s> sat").tolist())
+
+
+@kinds
+@given(text=texts)
+def test_no_text_has_more_tokens_than_promised(kind, text, tokenizers):
+    most = tokenizers[kind].most_tokens(len(text.encode()))
+    assert most is None or len(tokenizers[kind].encode(text)) <= most
+
+
+def test_only_normalisers_that_may_lengthen_a_text_withhold_the_promise(tokenizers):
+    without = {kind for kind, tokenizer in tokenizers.items() if tokenizer.most_tokens(10) is None}
+    assert without == {"unigram", "wordpiece"}
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte-level", "unigram", "bytes"])
+def test_decoding_gives_the_text_back(kind, tokenizers):
+    text = "the cat sat on the mat"
+    assert tokenizers[kind].decode(tokenizers[kind].encode(text)).strip() == text
+
+
+def test_the_hash_follows_what_a_tokenizer_does_not_where_it_is(tokenizers, tmp_path):
+    for kind, tokenizer in tokenizers.items():
+        tokenizer.save(tmp_path / kind)
+        assert load_tokenizer(tmp_path / kind).sha256 == tokenizer.sha256
+    assert len({tokenizer.sha256 for tokenizer in tokenizers.values()}) == len(tokenizers)
+    changed = load_tokenizer(tmp_path / "byte-level").tokenizer
+    changed.add_tokens(["elastic"])
+    changed.save_pretrained(tmp_path / "changed")
+    assert load_tokenizer(tmp_path / "changed").sha256 != tokenizers["byte-level"].sha256
+
+
+def test_preparation_settings_do_not_reach_the_saved_tokenizer(tokenizers, tmp_path):
+    tokenizers["sentencepiece"].save(tmp_path / "saved")
+    saved = load_tokenizer(tmp_path / "saved").tokenizer
+    assert saved.encode("<s>", add_special_tokens=False) == [saved.bos_token_id]
+
+
+def test_truncation_in_a_tokenizer_file_does_not_shorten_documents(tokenizer_folders, tmp_path):
+    loaded = load_tokenizer(tokenizer_folders["byte-level"])
+    loaded.tokenizer.backend_tokenizer.enable_truncation(4)
+    loaded.tokenizer.save_pretrained(tmp_path / "short")
+    assert len(load_tokenizer(tmp_path / "short").encode("the cat sat on the mat and stayed there")) > 4
+
+
+def test_an_unknown_tokenizer_is_named(tmp_path):
+    for name in (str(tmp_path / "missing"), str(tmp_path)):
+        with pytest.raises(ValueError, match=f"no tokenizer '{name}': give `bytes`, a folder"):
+            load_tokenizer(name)
+
+
+def test_ids_of_the_llama_2_tokenizer_in_pieces(shared):
+    tokenizer = load_tokenizer(shared / "tokenizers" / "llama2")
+    text = ("Let $x\\in M$ <s> be — naïve!\n\n\tdef f(a):  return  a\u00a0+ 漢字🙂 ...\r\n" + "word " * 50) * 200
+    parts = in_pieces([text], tokenizer)
+    assert len(parts) > 5
+    assert np.array_equal(np.concatenate(parts), tokenizer.encode(text))
