@@ -36,7 +36,9 @@ def bench(
     configs = {name: em.MemoryLlamaConfig.preset(size, memory=name, memory_multiple=multiple) for name in names}
     block = configs["none"].block_size
     work = Workload(length=length or 16 * block, rows=rows, history=4 * block, decoded=32, repeats=repeats)
-    models = {name: em.MemoryLlamaForCausalLM(config).to(device) for name, config in configs.items()}
+    models: dict[str, Any] = {name: em.MemoryLlamaForCausalLM(config) for name, config in configs.items()}
+    for model in models.values():
+        model.to(device)
     timed = throughput(models, work)
 
     where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"

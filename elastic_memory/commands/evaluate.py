@@ -1,6 +1,7 @@
 """`elastic evaluate`."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,13 +85,14 @@ def evaluate(
         keys=keys or (out.parent / "keys" if out else None),
         orders=orders or [],
         recall_steps=recall_steps,
-        partial=out.parent / f".{out.name}.partial" if out else None,
+        partial=out.with_name(f".{out.name}.partial") if out else None,
         identity={"data": rows.fingerprint, "split": split} if rows is not None else {},
     )
     results = _with_progress(task, metrics)
     _show(results)
-    if out:
+    if out and task.partial:
         _write(out, checkpoint, task, rows, results)
+        shutil.rmtree(task.partial, ignore_errors=True)
 
 
 def _with_progress(task: Any, metrics: list[str]) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def _show(results: dict[str, Any]) -> None:
             console.print(Table(name, fields, cells).rich())
             continue
         for entry in entries:
-            console.print(str(entry), highlight=False, soft_wrap=True)
+            console.print(str(entry), highlight=False, markup=False, soft_wrap=True)
         if name == "ppl":
             blocks = max(len(entry.by_block) for entry in entries)
             cells = [[key, *(f"{value:.4g}" for value in entry.by_block)] for key, entry in result.items()]

@@ -3,21 +3,21 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.corruption import corrupted
 from elastic_memory.evaluation.loading import load_model, tokenizer_of
 from elastic_memory.evaluation.longppl import REFERENCE, Settings, fingerprint, longppl, transformers_tokenizer
+from elastic_memory.evaluation.losses import Model, has_blocks
 from elastic_memory.evaluation.perplexity import PROTOCOLS, perplexity
 from elastic_memory.evaluation.recall import TASKS, learn, recall
 from elastic_memory.evaluation.reconstruction import reconstruction, spectrum
 from elastic_memory.evaluation.rows import Advance, Journal
-from elastic_memory.model.modeling import MemoryCausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class Conditions:
     corrupt_layers: str = "memory"
     seed: int = 0
 
-    def apply(self, model: nn.Module) -> AbstractContextManager[None]:
+    def apply(self, model: Model) -> AbstractContextManager[None]:
         """Set the retrieval for good; the corruption lasts as long as the context that is returned."""
         changes = {name: getattr(self, name) for name in ("sampling", "points", "order")}
         changes = {name: value for name, value in changes.items() if value is not None}
-        if changes and not isinstance(model, MemoryCausalLM):
+        if changes and not has_blocks(model):
             raise ValueError(f"{type(model).__name__} has no memory: {', '.join(changes)} cannot be changed")
         if changes:
             model.set_retrieval(**changes)
@@ -51,7 +51,7 @@ class Conditions:
 class Task:
     """Everything the metrics of one evaluation need."""
 
-    model: nn.Module
+    model: Model
     rows: Sequence[Any]
     tokenizer: Tokenizer | None = None
     conditions: Conditions = field(default_factory=Conditions)
@@ -152,10 +152,10 @@ def evaluate(task: Task, metrics: Sequence[str], advance: Callable[[str, int], N
             raise ValueError(f"{name!r}: metrics are {', '.join(METRICS)}; protocols are {', '.join(PROTOCOLS)}")
     device = next(task.model.parameters()).device.type
     with task.conditions.apply(task.model), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        return {name: METRICS[name](task, lambda n, name=name: advance(name, n)) for name in metrics}
+        return {name: METRICS[name](task, partial(advance, name)) for name in metrics}
 
 
-def _orders(model: nn.Module) -> Sequence[int]:
+def _orders(model: Model) -> Sequence[int]:
     own = getattr(model.config, "memory_order", None)
     if own is None:
         raise ValueError(f"{type(model).__name__} has no memory order of its own: say which orders to reconstruct from")

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
-from elastic_memory.model.modeling import MemoryCausalLM
+from elastic_memory.evaluation.losses import Model, has_blocks
 from elastic_memory.shapes import Bool, Float, Tensor
 
 Heads = Float[Tensor, "batch head token dim"]
@@ -15,7 +14,7 @@ LAYERS = ("memory", "all")
 
 
 @contextmanager
-def corrupted(model: nn.Module, share: float, layers: str = "memory", seed: int = 0) -> Iterator[None]:
+def corrupted(model: Model, share: float, layers: str = "memory", seed: int = 0) -> Iterator[None]:
     """Within this context a share of the tokens of every block loses its keys and values to noise.
 
     In the layers with memory ("Corrupted" in the paper) or in all ("Hardly Corrupted"). Memory is written from the
@@ -26,7 +25,7 @@ def corrupted(model: nn.Module, share: float, layers: str = "memory", seed: int 
         raise ValueError(f"corruption of a share of {share}: a share lies between 0 and 1")
     if layers not in LAYERS:
         raise ValueError(f"corruption in layers {layers!r}: choose from {', '.join(LAYERS)}")
-    if not isinstance(model, MemoryCausalLM):
+    if not has_blocks(model):
         raise ValueError(f"corruption in a {type(model).__name__}: it needs one of our models, or attach_memory first")
     attentions = {i: layer.self_attn for i, layer in enumerate(model.base_model.layers)}
     if layers == "memory":

@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from elastic_memory.data import load_tokenizer
@@ -14,12 +14,13 @@ from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
 
 
-def load_model(path: str) -> nn.Module:
+def load_model(path: str) -> Any:
     """A causal language model from the folder of a run or of a model, or from the hub, on the GPU if there is one.
 
     A model that was saved with an attached memory gets it back.
     """
     name = model_folder(path)
+    model: Any
     try:
         config = AutoConfig.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, config=config)

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from elastic_memory.evaluation.loading import load_model, tokenizer_of
-from elastic_memory.evaluation.losses import block_size_of, last_losses, streamed_losses
+from elastic_memory.evaluation.losses import Model, block_size_of, last_losses, streamed_losses
 from elastic_memory.evaluation.rows import Advance, Journal, Record, bootstrap, document_of, token_ids
 from elastic_memory.evaluation.spans import Span, encode, inside, locate, merge
 from elastic_memory.shapes import Float, Int, Tensor
@@ -69,10 +68,10 @@ class LongPerplexity:
 
 
 def longppl(
-    model: nn.Module,
+    model: Model,
     tokenizer: Any,
     texts: Sequence[Any],
-    reference: nn.Module | str = REFERENCE,
+    reference: Model | str = REFERENCE,
     reference_tokenizer: Any = None,
     trunc_len: int = 4096,
     sliding_window: int = 1024,
@@ -105,7 +104,7 @@ def longppl(
         losses = streamed_losses(model, ids[None], block)[0].double()
         journal.add(_record(index, document_of(texts, index), losses, keys, finder.length))
         advance(1)
-    return _summary(journal.close(), settings, finder.name)
+    return _summary(journal.records(), settings, finder.name)
 
 
 class KeyTokens:
@@ -114,9 +113,10 @@ class KeyTokens:
     Stretches are counted in characters when the reference has its own tokenizer, otherwise in tokens.
     """
 
-    def __init__(self, reference: nn.Module, tokenizer: Any, settings: Settings, folder: Path | None):
+    def __init__(self, reference: Model, tokenizer: Any, settings: Settings, folder: Path | None):
         self.reference, self.tokenizer, self.settings, self.folder = reference, tokenizer, settings, folder
-        self.name = getattr(reference, "name_or_path", "") or type(reference).__name__
+        origin = getattr(reference, "name_or_path", "") or type(reference).__name__
+        self.name = Path(origin).resolve().name if Path(origin).is_dir() else origin
         self.identity = {"reference": self.name, "fingerprint": fingerprint(reference), **asdict(settings)}
         self.length = 0  # reference tokens of the text seen last
 
@@ -164,7 +164,7 @@ class KeyTokens:
         return merge([spans[i] for i in key_positions(self.reference, ids, self.settings)])
 
 
-def key_positions(reference: nn.Module, ids: Int[Tensor, " token"], settings: Settings) -> list[int]:
+def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settings) -> list[int]:
     """Positions of the key tokens among the reference's own tokens; the first `trunc_len` are never key.
 
     The truncated context of a token begins at the last multiple of `sliding_window` that leaves it at least
@@ -189,7 +189,7 @@ def key_positions(reference: nn.Module, ids: Int[Tensor, " token"], settings: Se
     return [keep + i for i, key in enumerate(found) if key]
 
 
-def _together(reference: nn.Module, scored: int) -> int:
+def _together(reference: Model, scored: int) -> int:
     """Windows of one call, so that their logits stay below 2 GiB in float32."""
     return max(1, 2**29 // (scored * reference.config.vocab_size))
 
@@ -199,7 +199,7 @@ def transformers_tokenizer(tokenizer: Any) -> Any:
     return getattr(tokenizer, "tokenizer", tokenizer)
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: Model) -> str:
     """Tells models apart that have the same name: a hash of a few numbers of every weight, and their dtype."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():

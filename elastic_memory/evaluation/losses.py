@@ -6,9 +6,9 @@ are log-softmax in float32 whatever the model's dtype, and no more logits exist 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import Cache
 
@@ -16,11 +16,14 @@ from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.modeling import MemoryCausalLM
 from elastic_memory.shapes import Float, Int, Tensor
 
+# Any causal language model of transformers, ours or another.
+Model = Any
+
 # Float32 copies of logits are made for this many numbers at a time (128 MiB).
 SLICE = 2**25
 
 
-def streamed_losses(model: nn.Module, ids: Int[Tensor, "row token"], call: int) -> Float[Tensor, "row prediction"]:
+def streamed_losses(model: Model, ids: Int[Tensor, "row token"], call: int) -> Float[Tensor, "row prediction"]:
     """Feed the rows `call` tokens at a time, everything the model remembers carried from call to call."""
     inputs, targets = ids[:, :-1], ids[:, 1:]
     losses = torch.empty(targets.shape, dtype=torch.float32)
@@ -29,7 +32,7 @@ def streamed_losses(model: nn.Module, ids: Int[Tensor, "row token"], call: int) 
     return losses
 
 
-def streamed_logits(model: nn.Module, ids: Int[Tensor, "row token"], call: int) -> Iterator[tuple[slice, Tensor]]:
+def streamed_logits(model: Model, ids: Int[Tensor, "row token"], call: int) -> Iterator[tuple[slice, Tensor]]:
     """Logits of `call` tokens at a time, and which tokens they are; everything remembered is carried on."""
     cache = empty_cache(model)
     with evaluating(model):
@@ -44,7 +47,7 @@ def streamed_logits(model: nn.Module, ids: Int[Tensor, "row token"], call: int) 
             yield piece, output.logits
 
 
-def last_losses(model: nn.Module, ids: Int[Tensor, "row token"], count: int) -> Float[Tensor, "row prediction"]:
+def last_losses(model: Model, ids: Int[Tensor, "row token"], count: int) -> Float[Tensor, "row prediction"]:
     """Loss of the last `count` tokens of each row, from one plain call."""
     with evaluating(model):
         logits = model(_on(model, ids[:, :-1]), use_cache=False, logits_to_keep=count).logits
@@ -52,7 +55,7 @@ def last_losses(model: nn.Module, ids: Int[Tensor, "row token"], count: int) -> 
 
 
 def window_losses(
-    model: nn.Module, ids: Int[Tensor, "row token"], window: int, stride: int
+    model: Model, ids: Int[Tensor, "row token"], window: int, stride: int
 ) -> Float[Tensor, "row prediction"]:
     """Read the rows through windows that start from nothing and end every `stride` tokens.
 
@@ -72,18 +75,23 @@ def window_losses(
     return losses
 
 
-def empty_cache(model: nn.Module) -> Cache | None:
+def empty_cache(model: Model) -> Cache | None:
     """A cache of constant size for one of our models; for another model its own, made by its first call."""
-    return MemoryCache(model) if isinstance(model, MemoryCausalLM) else None
+    return MemoryCache(model) if has_blocks(model) else None
 
 
-def block_size_of(model: nn.Module) -> int:
+def block_size_of(model: Model) -> int:
     """Tokens of a block: the model's own, or the paper's for a model that has none."""
-    return model.base_model.layers[0].locality.block_size if isinstance(model, MemoryCausalLM) else 2048
+    return model.base_model.layers[0].locality.block_size if has_blocks(model) else 2048
+
+
+def has_blocks(model: Model) -> bool:
+    """Whether this is one of our models, or one that a memory was attached to."""
+    return isinstance(model, MemoryCausalLM)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: Model) -> Iterator[None]:
     """Evaluation mode without gradients; the model's mode is put back afterwards."""
     training = model.training
     model.eval()
@@ -106,5 +114,5 @@ def _losses(logits: Float[Tensor, "row token vocabulary"], targets: Int[Tensor, 
     return torch.cat(parts).view(rows, tokens).cpu()
 
 
-def _on(model: nn.Module, ids: Tensor) -> Tensor:
+def _on(model: Model, ids: Tensor) -> Tensor:
     return ids.to(next(model.parameters()).device)

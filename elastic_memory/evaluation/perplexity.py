@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import nn
 
-from elastic_memory.evaluation.losses import block_size_of, streamed_losses, window_losses
+from elastic_memory.evaluation.losses import Model, block_size_of, streamed_losses, window_losses
 from elastic_memory.evaluation.rows import Advance, Journal, Record, batches, bootstrap, document_of
 from elastic_memory.shapes import Float, Tensor
 
@@ -20,7 +19,7 @@ class Protocol:
     """How the tokens before a prediction reach the model: `losses(model, ids, block, stride)`."""
 
     reset: str
-    losses: Callable[[nn.Module, Tensor, int, int], Tensor]
+    losses: Callable[[Model, Tensor, int, int], Tensor]
 
 
 PROTOCOLS = {
@@ -52,7 +51,7 @@ class Perplexity:
 
 
 def perplexity(
-    model: nn.Module,
+    model: Model,
     rows: Sequence[Any],
     protocol: str = "P0",
     *,
@@ -86,7 +85,7 @@ def perplexity(
         for index, row in zip(indices, losses, strict=True):
             journal.add(_record(index, document_of(rows, index), row, block))
         advance(len(indices))
-    return _summary(journal.close(), protocol, block, stride)
+    return _summary(journal.records(), protocol, block, stride)
 
 
 def _record(index: int, document: str, losses: Float[Tensor, " prediction"], block: int) -> Record:
@@ -144,7 +143,7 @@ def _describe(protocol: str, block: int, stride: int, counts: list[int]) -> str:
     )
 
 
-def _check_vocabulary(model: nn.Module, ids: Tensor, indices: list[int]) -> None:
+def _check_vocabulary(model: Model, ids: Tensor, indices: list[int]) -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= model.config.vocab_size:
         rows = f"row {indices[0]}" if len(indices) == 1 else f"rows {indices[0]} to {indices[-1]}"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from elastic_memory.evaluation.losses import block_size_of, streamed_logits
+from elastic_memory.evaluation.losses import Model, block_size_of, streamed_logits
 from elastic_memory.shapes import Int, Tensor
 
 SAY, ASK, SET, END = range(4)
@@ -108,7 +108,7 @@ def batch(
 
 
 def recall(
-    model: nn.Module, task: str, distances: Sequence[int], blocks: int | None = None, samples: int = 64, seed: int = 1
+    model: Model, task: str, distances: Sequence[int], blocks: int | None = None, samples: int = 64, seed: int = 1
 ) -> list[Recall]:
     """Accuracy at each distance, in rows of `blocks` blocks (by default just long enough for the distance).
 
@@ -126,7 +126,7 @@ def recall(
 
 
 def learn(
-    model: nn.Module,
+    model: Model,
     task: str,
     blocks: int = 9,
     steps: int = 600,

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from elastic_memory import hippo
-from elastic_memory.evaluation.losses import block_size_of, streamed_losses
+from elastic_memory.evaluation.losses import Model, block_size_of, streamed_losses
 from elastic_memory.evaluation.rows import token_ids
 from elastic_memory.shapes import Float, Tensor
 
@@ -47,7 +46,7 @@ class Spectrum:
 
 
 def reconstruction(
-    model: nn.Module,
+    model: Model,
     rows: Sequence[Any],
     orders: Sequence[int],
     layers: Sequence[int] | None = None,
@@ -69,7 +68,7 @@ def reconstruction(
     return [_averaged(*name, found, age) for name, found in kept.items()]
 
 
-def spectrum(model: nn.Module, rows: Sequence[Any], layers: Sequence[int] | None = None) -> list[Spectrum]:
+def spectrum(model: Model, rows: Sequence[Any], layers: Sequence[int] | None = None) -> list[Spectrum]:
     """How fast keys and values change along the sequence: a signal of low frequencies compresses well."""
     kept: dict[tuple[int, str], list[Tensor]] = {}
     for row in rows:
@@ -101,7 +100,7 @@ def energies(signal: Signal) -> Float[Tensor, " band"]:
     return (total / total.sum()).cpu()
 
 
-def keys_and_values(model: nn.Module, row: Any, layers: Sequence[int] | None = None) -> dict[tuple[int, str], Signal]:
+def keys_and_values(model: Model, row: Any, layers: Sequence[int] | None = None) -> dict[tuple[int, str], Signal]:
     """Raw keys and values (before rotary positions) of one row, by layer and part, in float64."""
     ids = token_ids(row)
     attentions = {i: layer.self_attn for i, layer in enumerate(model.base_model.layers)}
@@ -121,7 +120,7 @@ def keys_and_values(model: nn.Module, row: Any, layers: Sequence[int] | None = N
 
 
 @contextmanager
-def _tapped(attentions: dict[int, nn.Module]) -> Iterator[dict[tuple[int, str], list[Tensor]]]:
+def _tapped(attentions: dict[int, Any]) -> Iterator[dict[tuple[int, str], list[Tensor]]]:
     """Everything that the key and value projections put out, by layer and part, call after call."""
     pieces: dict[tuple[int, str], list[Tensor]] = {}
     handles = []

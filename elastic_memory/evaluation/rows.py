@@ -26,7 +26,7 @@ def document_of(rows: Any, index: int) -> str:
     return str(rows.document(index) if hasattr(rows, "document") else index)
 
 
-class Spread:
+class Spread(Sequence[Any]):
     """`count` rows out of many, evenly spread, so that they come from as many documents as possible."""
 
     def __init__(self, rows: Any, count: int):
@@ -36,7 +36,7 @@ class Spread:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         return self.rows[self.indices[index]]
 
     def document(self, index: int) -> str:
@@ -86,10 +86,8 @@ class Journal:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def close(self) -> list[Record]:
-        """All records in the order of the rows; the file has served and goes."""
-        if self.path:
-            self.path.unlink(missing_ok=True)
+    def records(self) -> list[Record]:
+        """All records in the order of the rows."""
         return [self.done[row] for row in sorted(self.done)]
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from elastic_memory.evaluation.losses import empty_cache, evaluating
+from elastic_memory.evaluation.losses import Model, empty_cache, evaluating
 from elastic_memory.shapes import Int, Tensor
 
 
@@ -42,7 +42,7 @@ class Throughput:
     peak_memory: int | None
 
 
-def throughput(models: Mapping[str, nn.Module], work: Workload) -> list[Throughput]:
+def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     """Samples per second of training steps and of evaluation, tokens per second of decoding.
 
     A training step is forward, backward, clipping and AdamW on `work.rows` samples; in bfloat16 on a GPU.
@@ -69,22 +69,19 @@ def throughput(models: Mapping[str, nn.Module], work: Workload) -> list[Throughp
             taken = kinds[name][kind]()
             if repeat:  # the first round warms up
                 seconds[name][kind].append(taken)
+    amount = {"training": work.rows, "inference": work.rows, "decoding": work.rows * work.decoded}
     rates = {
-        name: [
-            work.rows / statistics.median(taken["training"]),
-            work.rows / statistics.median(taken["inference"]),
-            work.rows * work.decoded / statistics.median(taken["decoding"]),
-        ]
+        name: {kind: amount[kind] / statistics.median(taken[kind]) for kind in amount}
         for name, taken in seconds.items()
     }
     base = next(iter(rates.values()))
     return [
-        Throughput(name, *rate, *(own / other for own, other in zip(rate, base, strict=True)), peaks[name])
-        for name, rate in rates.items()
+        Throughput(name, **own, **{f"{kind}_ratio": own[kind] / base[kind] for kind in own}, peak_memory=peaks[name])
+        for name, own in rates.items()
     ]
 
 
-def _train(model: nn.Module, ids: Int[Tensor, "row token"], optimizer: torch.optim.Optimizer) -> None:
+def _train(model: Model, ids: Int[Tensor, "row token"], optimizer: torch.optim.Optimizer) -> None:
     model.train()
     with _autocast(model):
         model(ids, labels=ids).loss.backward()
@@ -93,12 +90,12 @@ def _train(model: nn.Module, ids: Int[Tensor, "row token"], optimizer: torch.opt
     optimizer.zero_grad()
 
 
-def _evaluate(model: nn.Module, ids: Int[Tensor, "row token"]) -> None:
+def _evaluate(model: Model, ids: Int[Tensor, "row token"]) -> None:
     with evaluating(model), _autocast(model):
         model(ids, labels=ids)
 
 
-def _decode(model: nn.Module, work: Workload) -> float:
+def _decode(model: Model, work: Workload) -> float:
     device = _device(model)
     prompt = torch.randint(model.config.vocab_size, (work.rows, work.history), device=device)
     with evaluating(model), _autocast(model):
@@ -112,7 +109,7 @@ def _decode(model: nn.Module, work: Workload) -> float:
         return _timed(model, run)
 
 
-def _timed(model: nn.Module, run: Callable[[], None]) -> float:
+def _timed(model: Model, run: Callable[[], None]) -> float:
     cuda = _device(model).type == "cuda"
     if cuda:
         torch.cuda.synchronize()
@@ -123,7 +120,7 @@ def _timed(model: nn.Module, run: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _peak(model: nn.Module, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> int | None:
+def _peak(model: Model, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> int | None:
     """Bytes that a training step needs on a GPU that holds other models too."""
     if _device(model).type != "cuda":
         return None
@@ -137,14 +134,14 @@ def _peak(model: nn.Module, step: Callable[[], object], optimizer: torch.optim.O
     return torch.cuda.max_memory_allocated() - before + own
 
 
-def _autocast(model: nn.Module) -> torch.autocast:
+def _autocast(model: Model) -> torch.autocast:
     device = _device(model).type
     return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
-def _random_ids(model: nn.Module, work: Workload) -> Int[Tensor, "row token"]:
+def _random_ids(model: Model, work: Workload) -> Int[Tensor, "row token"]:
     return torch.randint(model.config.vocab_size, (work.rows, work.length), device=_device(model))
 
 
-def _device(model: nn.Module) -> torch.device:
+def _device(model: Model) -> torch.device:
     return next(model.parameters()).device

@@ -1,0 +1,68 @@
+"""What reviewers asked for: is something said many blocks ago still known? Accuracy by distance."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import elastic_memory as em
+from elastic_memory.evaluation.recall import TASKS, VOCABULARY, learn, recall
+from elastic_memory.memory import MEMORIES
+from elastic_memory.report.tables import Table
+from elastic_memory.training.files import write_json
+
+DISTANCES = (1, 2, 4, 8, 16, 32, 64)
+TRAINED = 9  # blocks: a distance of 8, so that half of the distances lie beyond what was trained
+FEW = {"Transformer++": {"memory": "none"}, "Elastic, uniform": {"memory": "elastic", "sampling": "uniform"}}
+ALL = FEW | {
+    "Elastic, exponential": {"memory": "elastic", "sampling": "exponential"},
+    **{name.capitalize(): {"memory": name} for name in MEMORIES if name not in ("none", "elastic")},
+}
+TIERS: dict[str, dict[str, Any]] = {
+    "smoke": {
+        "rows": FEW, "tasks": ["passkey"], "steps": 400, "batch": 32, "samples": 256,
+        "model": {"name": "tiny", "memory_multiple": 2, "block_size": 16, "points": 64},
+    },
+    "small": {
+        "rows": ALL, "tasks": list(TASKS), "steps": 1000, "batch": 64, "samples": 256,
+        "model": {"name": "tiny", "memory_multiple": 2, "block_size": 32, "points": 128, "hidden_size": 256,
+                  "intermediate_size": 512, "num_hidden_layers": 6},
+    },
+    "paper": {
+        "rows": ALL, "tasks": list(TASKS), "steps": 1000, "batch": 16, "samples": 64,
+        "model": {"name": "100m", "memory_multiple": 1, "block_size": 2048, "points": 512},
+    },
+}  # fmt: skip
+
+
+def run(tier: str, out: Path) -> Table:
+    """Train a model for every row and task, and ask it at distances up to eight times what it was trained for."""
+    plan, device = TIERS[tier], "cuda" if torch.cuda.is_available() else "cpu"
+    records, lines = [], []
+    for task in plan["tasks"]:
+        for row, memory in plan["rows"].items():
+            model = _model(memory, plan["model"]).to(device)
+            learn(model, task, TRAINED, plan["steps"], rows=plan["batch"], learning_rate=3e-3)
+            found = recall(model, task, DISTANCES, samples=plan["samples"])
+            records += [{"row": row, **dataclasses.asdict(result)} for result in found]
+            lines.append([f"{task}: {row}", f"{found[0].chance:.1%}", *(f"{result.accuracy:.0%}" for result in found)])
+    table = Table(
+        title="Recall: share of right answers by distance in blocks",
+        columns=["task: model", "chance", *map(str, DISTANCES)],
+        rows=lines,
+        note=f"Tier {tier}: each model trained for its task, {plan['steps']} steps on rows of up to {TRAINED} blocks; "
+        f"{plan['samples']} questions a cell, in rows just long enough for the distance.",
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "recall.json", {"table": "recall", "tier": tier, "device": device, "plan": plan, "rows": records})
+    (out / "recall.md").write_text(table.markdown())
+    return table
+
+
+def _model(memory: dict[str, str], shape: dict[str, Any]) -> Any:
+    values = {name: value for name, value in shape.items() if name != "points"}
+    if MEMORIES[memory["memory"]].has_option("points"):
+        values["memory_points"] = shape["points"]
+    torch.manual_seed(0)
+    return em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(**values, **memory, vocab_size=VOCABULARY))

@@ -1,0 +1,170 @@
+"""`elastic evaluate` from a prepared folder and a checkpoint to JSON, a table, and one-line errors."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from elastic_memory import cli
+from elastic_memory.data import prepare, samples
+from elastic_memory.evaluation import checkpoint, corrupted, perplexity
+from elastic_memory.evaluation.rows import Journal
+from tests.evaluation.conftest import TEXT, byte_level_bpe, llama, model_with
+
+LONGPPL = ["elastic", "--data", "rows", "--metric", "longppl", "--reference", "full"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Prepared rows, a tokenizer, an elastic model, one without memory, and a full-attention reference."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    (folder / "text").mkdir()
+    for i in range(12):
+        (folder / "text" / f"{i}.txt").write_text(TEXT[i * 9000 : (i + 1) * 9000])
+    byte_level_bpe(400).save_pretrained(folder / "tokenizer")
+    shares = (0.0, 0.0, 1.0)
+    prepare([str(folder / "text")], folder / "rows", tokenizer=str(folder / "tokenizer"), length=128, shares=shares)
+    model_with(vocab_size=400, block_size=16).save_pretrained(folder / "elastic")
+    model_with("none", vocab_size=400, block_size=16).save_pretrained(folder / "none")
+    model_with("none", vocab_size=400, local_attention="full", seed=5).save_pretrained(folder / "full")
+    other = llama(700)
+    other.save_pretrained(folder / "other")
+    byte_level_bpe(700).save_pretrained(folder / "other")
+    return folder
+
+
+@pytest.fixture
+def elastic(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["elastic", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def test_json_and_table_agree_with_the_library(place, elastic, tmp_path):
+    out = tmp_path / "results" / "one.json"
+    code, shown, _ = elastic(
+        "evaluate", place / "elastic", "--data", place / "rows", "--out", out, "--limit", 8, "--batch-size", 3,
+        "--protocol", "P0", "--protocol", "P4", "--metric", "ppl",
+    )  # fmt: skip
+    assert code == 0
+    written = json.loads(out.read_text())
+    model = checkpoint.load_model(str(place / "elastic"))
+    rows = checkpoint_rows(place, 8)
+    expected = perplexity(model, rows)
+    assert written["metrics"]["ppl"]["P0"]["ppl"] == pytest.approx(expected.ppl, rel=1e-6)
+    assert written["metrics"]["ppl"]["P0"]["interval"][0] < expected.ppl
+    assert "PPL[P0, L=16, T=128, reset=sample, n=127 x 8] = " in shown and "PPL by block" in shown
+    assert written["data"]["sha256"] == samples(place / "rows", "test").fingerprint
+    assert written["memory"][0]["memory"] == "elastic" and written["log_softmax"] == "float32"
+    assert [path.name for path in out.parent.iterdir()] == ["one.json"]
+
+
+def checkpoint_rows(place, count):
+    from elastic_memory.evaluation.rows import Spread
+
+    return Spread(samples(place / "rows", "test"), count)
+
+
+def test_conditions_change_the_number_and_are_named_in_it(place, elastic):
+    code, shown, _ = elastic(
+        "evaluate", place / "elastic", "--data", place / "rows", "--limit", 4, "--sampling", "uniform", "--points", 7,
+        "--order", 9, "--corrupt", 0.5, "--corrupt-layers", "all", "--seed", 3,
+    )  # fmt: skip
+    assert code == 0
+    model = checkpoint.load_model(str(place / "elastic"))
+    model.set_retrieval(sampling="uniform", points=7, order=9)
+    with corrupted(model, 0.5, "all", seed=3):
+        expected = perplexity(model, checkpoint_rows(place, 4))
+    named = "n=127 x 4, sampling=uniform, points=7, order=9, corrupt=0.5 in all layers]"
+    assert f"{named} = {expected.ppl:.4g}" in shown
+
+
+@pytest.mark.parametrize("reference", ["full", "other"])
+def test_longppl_by_a_reference_of_our_own_or_another(place, elastic, tmp_path, reference):
+    arguments = ["evaluate", place / "elastic", "--data", place / "rows", "--metric", "longppl", "--limit", 5]
+    arguments += ["--reference", place / reference, "--alpha", 0.5, "--beta", -12, "--out", tmp_path / "one.json"]
+    code, shown, error = elastic(*arguments)
+    assert code == 0, error
+    written = json.loads((tmp_path / "one.json").read_text())["metrics"]["longppl"]
+    assert written["key_tokens"] > 0 and written["longppl"] > 1
+    assert "K=16, w=4, alpha=0.5, beta=-12" in shown  # the released proportions for rows of 128
+    assert len(list((tmp_path / "keys").iterdir())) == 5
+    assert elastic(*arguments)[1] == shown  # from the keys found before
+
+
+def test_probes_print_tables(place, elastic):
+    code, shown, _ = elastic(
+        "evaluate", place / "elastic", "--data", place / "rows", "--limit", 2, "--metric", "reconstruction", "--metric",
+        "spectrum", "--reconstruct", 4, "--reconstruct", 8,
+    )  # fmt: skip
+    assert code == 0 and "relative" in shown and "energy" in shown
+    code, shown, _ = elastic("evaluate", place / "elastic", "--metric", "recall", "--recall-steps", 1)
+    assert code == 0 and "variables" in shown and "64" in shown
+
+
+def test_a_killed_evaluation_goes_on_where_it_stopped(place, elastic, tmp_path, monkeypatch):
+    out = tmp_path / "one.json"
+    arguments = ["evaluate", place / "elastic", "--data", place / "rows", "--limit", 6, "--out", out]
+    add, scored = Journal.add, []
+
+    def die(self, record):
+        add(self, record)
+        scored.append(record["row"])
+        if len(scored) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "add", die)
+    code, _, _ = elastic(*arguments)
+    assert code != 0 and not out.exists()
+    code, shown, _ = elastic(*arguments)
+    assert code == 0 and scored == [0, 1, 2, 3, 4, 5] and "x 6]" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/at/all", "--data", "rows"], "nowhere/at/all"),
+        (["text", "--data", "rows"], "holds no model"),
+        (["elastic"], "--data is missing"),
+        (["elastic", "--data", "text"], "no prepared rows"),
+        (["elastic", "--data", "rows", "--split", "exam"], "no split 'exam'"),
+        (["elastic", "--data", "rows", "--metric", "bleu"], "'bleu': metrics are ppl, longppl"),
+        (["elastic", "--data", "rows", "--protocol", "P9"], "protocols are P0, P1, P4"),
+        (["elastic", "--data", "rows", "--corrupt", "2"], "between 0 and 1"),
+        (["none", "--data", "rows", "--sampling", "uniform"], "no memory"),
+        (["other", "--data", "rows", "--sampling", "uniform"], "no memory"),
+        (["elastic", "--data", "rows", "--sampling", "unifrom"], "uniform"),
+        (["none", "--data", "rows", "--metric", "reconstruction"], "say which orders"),
+        ([*LONGPPL, "--trunc-len", "128"], "trunc_len = 128"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_2(place, elastic, monkeypatch, arguments, message):
+    monkeypatch.chdir(place)
+    code, _, error = elastic("evaluate", *arguments)
+    assert code == 2 and message in error
+    assert "Traceback" not in error
+
+
+def test_rows_of_another_tokenizer_are_refused(place, elastic, tmp_path):
+    model_with(vocab_size=400, block_size=16).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "training.json").write_text(json.dumps({"tokenizer": "0" * 64}))
+    code, _, error = elastic("evaluate", tmp_path, "--data", place / "rows")
+    assert code == 2 and "was trained with tokenizer 000000000000" in error
+
+
+def test_bench_prints_ratios_to_transformer_plus_plus(elastic, tmp_path):
+    torch.manual_seed(0)
+    code, shown, error = elastic(
+        "bench", "--memory", "elastic", "--length", 128, "--rows", 1, "--repeats", 1, "--out", tmp_path / "bench.json"
+    )
+    assert code == 0, error
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert [row["name"] for row in written["results"]] == ["none", "elastic"]
+    assert written["results"][0]["training_ratio"] == 1.0 and "1.00" in shown

@@ -1,0 +1,115 @@
+"""The recall suite: its samples say and ask what they claim, and a memory learns what a model without cannot."""
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import elastic_memory as em
+from elastic_memory.evaluation import learn, recall
+from elastic_memory.evaluation.recall import ASK, FILLER, SAY, SET, TASKS, VOCABULARY, batch, sample
+from tests.evaluation.conftest import llama, model_with
+
+
+@given(task=st.sampled_from(list(TASKS)), distance=st.integers(0, 5), more=st.integers(0, 3), seed=st.integers(0, 999))
+def test_a_sample_says_it_once_at_its_distance_and_asks_last(task, distance, more, seed):
+    random, blocks = Random(seed), distance + 1 + more
+    fact = TASKS[task](random)
+    row = sample(fact, distance, blocks, 32, random)
+    assert len(row) == blocks * 32 and max(row) < VOCABULARY
+    assert row[len(row) - len(fact.asked) - len(fact.answer) :] == [*fact.asked, *fact.answer]
+    body = row[: len(row) - len(fact.asked) - len(fact.answer)]
+    said = [i for i, token in enumerate(body) if token not in FILLER]
+    assert [body[i] for i in said] == fact.said
+    assert {i // 32 for i in said} == {blocks - 1 - distance}
+
+
+@given(seed=st.integers(0, 999))
+def test_answers_follow_from_what_was_said(seed):
+    fact = TASKS["passkey"](Random(seed))
+    assert fact.said == [SAY, *fact.answer, SAY, *fact.answer]
+
+    fact = TASKS["associative"](Random(seed))
+    pairs = {fact.said[i + 1]: fact.said[i + 2] for i in range(0, len(fact.said), 3)}
+    assert len(pairs) == 4 and fact.answer == [pairs[fact.asked[1]]]
+
+    fact = TASKS["copying"](Random(seed))
+    assert fact.said[1:-1] == fact.answer and len(fact.answer) == 8
+
+    fact = TASKS["variables"](Random(seed))
+    values = {}
+    for i in range(0, len(fact.said), 4):
+        assert fact.said[i] == SET
+        values[fact.said[i + 1]] = fact.said[i + 2]
+    assert fact.asked[0] == ASK and fact.answer == [values[fact.asked[1]]]
+
+
+def test_accuracy_counts_whole_answers():
+    class Oracle(torch.nn.Module):
+        """Knows the row, and gets the answers of every other row wrong in one token."""
+
+        def __init__(self, task, distance, rows):
+            super().__init__()
+            self.config = type("Config", (), {"vocab_size": VOCABULARY})()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            size = 2048
+            self.rows, _ = batch(
+                task, [distance] * rows, distance + 1, size, Random(f"1 {task} {distance} {distance + 1}")
+            )
+            self.seen = 0
+
+        def forward(self, ids, past_key_values=None, **kwargs):
+            targets = self.rows[:, self.seen + 1 : self.seen + 1 + ids.shape[1]].clone()
+            self.seen += ids.shape[1]
+            targets[::2, -1] = 0
+            logits = torch.nn.functional.one_hot(targets, VOCABULARY).float()
+            return type("Output", (), {"logits": logits, "past_key_values": ()})()
+
+    (result,) = recall(Oracle("copying", 2, 10), "copying", [2], samples=10)
+    assert result.accuracy == 0.5 and result.blocks == 3
+    assert result.chance == pytest.approx(16**-8)
+
+
+def test_an_untrained_model_guesses_whatever_the_length():
+    model = model_with(vocab_size=VOCABULARY, block_size=16)
+    results = recall(model, "variables", [1, 64], samples=32) + recall(model, "variables", [1, 3], blocks=5, samples=32)
+    assert [(r.distance, r.blocks) for r in results] == [(1, 2), (64, 65), (1, 5), (3, 5)]
+    assert all(r.accuracy < 0.4 for r in results)
+
+
+def tiny(memory):
+    torch.manual_seed(0)
+    extra = {"memory_order": 64, "memory_points": 64, "sampling": "uniform"} if memory != "none" else {}
+    config = em.MemoryLlamaConfig.preset("tiny", memory=memory, vocab_size=VOCABULARY, block_size=16, **extra)
+    return em.MemoryLlamaForCausalLM(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["elastic", "none"])
+def test_a_passkey_8_blocks_back_is_learnt_with_memory_only(memory):
+    model = tiny(memory)
+    learn(model, "passkey", blocks=9, steps=400, learning_rate=3e-3)
+    (result,) = recall(model, "passkey", [8], samples=256)
+    if memory == "none":
+        assert result.accuracy < 0.03  # chance is 1/256
+    else:
+        assert result.accuracy > 0.8
+
+
+def test_a_passkey_1_block_back_is_learnt_in_seconds():
+    model = tiny("elastic")
+    losses = []
+    learn(model, "passkey", blocks=2, steps=100, learning_rate=3e-3, report=lambda step, loss: losses.append(loss))
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+def test_bad_input_is_named():
+    model = llama(VOCABULARY)
+    with pytest.raises(ValueError, match="'poem': choose from passkey"):
+        recall(model, "poem", [1])
+    with pytest.raises(ValueError, match="distance 5 in a row of 3 blocks"):
+        recall(model, "passkey", [5], blocks=3)
+    with pytest.raises(ValueError, match="blocks of 8 tokens are too short"):
+        recall(model_with(vocab_size=VOCABULARY), "copying", [1])
