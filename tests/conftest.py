@@ -7,6 +7,7 @@ import torch
 from hypothesis import settings
 
 import elastic_memory as em
+from elastic_memory.memory import MEMORIES
 
 settings.register_profile("here", deadline=None, derandomize=True)
 settings.load_profile("here")
@@ -23,6 +24,8 @@ def small_model(memory="elastic", seed=0, **overrides):
     values = SMALL | overrides
     if memory == "none":
         values = {name: value for name, value in values.items() if not name.startswith("memory_")}
+    elif not MEMORIES[memory].has_option("points"):
+        del values["memory_points"]
     torch.manual_seed(seed)
     return em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset("tiny", memory=memory, **values)).eval()
 

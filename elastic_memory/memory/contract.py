@@ -35,6 +35,7 @@ class Geometry:
     layers: int
     block_size: int
     initializer_range: float = 0.02
+    scale: float | None = None  # of attention scores; None: 1 / sqrt(head_dim)
 
 
 class Host(NamedTuple):
@@ -71,6 +72,7 @@ class Memory(nn.Module):
     parallel: ClassVar[bool] = True  # the state depends on keys and values only, so all blocks are read at once
     needs_output: ClassVar[bool] = False
     reads_start: bool = False  # block 0 reads the empty state
+    no_padding: ClassVar[str | None] = None  # why zeros behind a head's features would change it, where they would
     no_sliding: str | None = None  # why `local_attention="sliding"` is undefined, where it is
 
     def __init__(self, geometry: Geometry, *, detach_every: int | None = None):
@@ -87,7 +89,7 @@ class Memory(nn.Module):
         for name in options:
             if not cls.has_option(name):
                 near = get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise ValueError(f"{cls.__name__} has no option {name!r}{hint} It has: {', '.join(known) or 'none'}")
         return cls(geometry, **options)
 

@@ -41,6 +41,7 @@ class InfiniMemory(Memory):
     """
 
     source = "Leave No Context Behind: Infini-attention (arXiv 2404.07143)"
+    no_padding = "its feature map turns a zero into a one"
     phrase = "keys and values summed into one matrix per head"
 
     def __init__(

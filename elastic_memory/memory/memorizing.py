@@ -103,7 +103,9 @@ class MemorizingMemory(Memory):
             # A row without any column keeps `local`; here it must only not be NaN.
             mask = (visible | ~visible.any(1, keepdim=True))[:, None, None]
         grouped = key.shape[1] != looking.shape[1]
-        remembered = F.scaled_dot_product_attention(looking, key, value, attn_mask=mask, enable_gqa=grouped)
+        remembered = F.scaled_dot_product_attention(
+            looking, key, value, attn_mask=mask, scale=self.geometry.scale, enable_gqa=grouped
+        )
         return gated(self.gate, remembered, local, visible)
 
     def _columns(self, key: Tensor, value: Tensor, host: Host) -> Reading:

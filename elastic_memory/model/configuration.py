@@ -1,7 +1,7 @@
 """`MemoryLlamaConfig`: a Llama and the memory it carries, strict about what it is told."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Self
 
@@ -100,6 +100,7 @@ class MemoryLlamaConfig(LlamaConfig):
     that see each other. `local_attention`: block, sliding or full. `memory_order`: size of the state (coefficients; for
     a queue its tokens; for summaries their number). `memory_points`, `sampling`, `sampling_options`: how the state is
     read. `memory_options`: further arguments of the mechanism. None leaves a setting to the mechanism's default.
+    `pad_heads`: store each head with zeros up to a multiple of 8, which the fastest attention kernels demand.
     """
 
     model_type = "memory_llama"
@@ -113,11 +114,21 @@ class MemoryLlamaConfig(LlamaConfig):
     sampling: str | None = None
     sampling_options: dict | None = None
     memory_options: dict | None = None
+    pad_heads: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         _refuse_unknown(self, kwargs)
         super().__post_init__(**kwargs)
         self.settings()
+        reason = MEMORIES[self.memory].no_padding
+        if self.pad_heads and reason:
+            raise ValueError(f"pad_heads would change what memory={self.memory!r} computes: {reason}")
+
+    def stored(self) -> Self:
+        """The configuration whose shapes the weights have: with `pad_heads`, heads of a multiple of 8."""
+        if not self.pad_heads:
+            return self
+        return type(self).from_dict(self.to_dict() | {"head_dim": -(-self.head_dim // 8) * 8, "pad_heads": False})
 
     def geometry(self) -> Geometry:
         """The shape of a layer."""
@@ -131,10 +142,10 @@ class MemoryLlamaConfig(LlamaConfig):
             initializer_range=self.initializer_range,
         )
 
-    def settings(self) -> MemorySettings:
-        """The memory part of the configuration, checked."""
+    def settings(self, stored: bool = False) -> MemorySettings:
+        """The memory part of the configuration, checked; for heads as they are stored, if asked."""
         return MemorySettings(
-            geometry=self.geometry(),
+            geometry=replace(self.stored().geometry(), scale=self.head_dim**-0.5) if stored else self.geometry(),
             memory=self.memory,
             memory_layers=self.memory_layers,
             local_attention=self.local_attention,

@@ -25,8 +25,17 @@ Heads = Float[Tensor, "batch head token dim"]
 class Rope:
     """Rotary positions, which run 0, 1, ... inside each block, so that a layer is the same function in every block."""
 
-    def __init__(self, rotary: nn.Module, like: Tensor):
+    def __init__(self, rotary: nn.Module, like: Tensor, size: int = 0):
         self.rotary, self.like = rotary, like
+        # All layers rotate whole blocks alike: one table for them.
+        self.table = self.at(torch.arange(size, device=like.device)) if size else None
+
+    def inside(self, x: Heads) -> Heads:
+        """Rotate tokens that stand at the beginning of a block."""
+        if self.table is None:
+            return self(x, torch.arange(x.shape[2], device=x.device))
+        cos, sin = (part[:, : x.shape[2]] for part in self.table)
+        return rotate(x, cos, sin).to(x.dtype)
 
     def at(self, positions: Int[Tensor, "*rows token"]) -> tuple[Tensor, Tensor]:
         """Cosines and sines at some positions, negative ones included: tokens before the block."""
@@ -133,9 +142,11 @@ class MemoryLayer(GradientCheckpointingLayer):
         """All blocks of whole samples; or, given a stream, the next tokens of each row."""
         if stream is not None and segment is not None:
             return self._stream(hidden, rope, stream, segment)
-        if self.memory.parallel:
-            return self._all_blocks(hidden, rope)
-        return self._block_by_block(hidden, rope)
+        return self.blocks(hidden, rope)
+
+    def blocks(self, hidden: Float[Tensor, "batch token width"], rope: Rope) -> Float[Tensor, "batch token width"]:
+        """Whole samples, all blocks at once where the mechanism allows it."""
+        return self._all_blocks(hidden, rope) if self.memory.parallel else self._block_by_block(hidden, rope)
 
     def host(self, rope: Rope) -> Host:
         """This layer, as its memory sees it."""
@@ -158,9 +169,11 @@ class MemoryLayer(GradientCheckpointingLayer):
 
         # A last block that is short is filled up with zeros, which no earlier token can see.
         query, key, value = (_fold(x, size) for x in (query, key, value))
-        positions = torch.arange(size, device=hidden.device)
-        rotated, rotated_key = (rope(x.flatten(0, 1), positions).view_as(x) for x in (query, key))
-        previous = rope(key.flatten(0, 1), positions - size).view_as(key) if self.locality.sliding else None
+        rotated, rotated_key = (rope.inside(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in (query, key))
+        previous = None
+        if self.locality.sliding:
+            positions = torch.arange(-size, 0, device=hidden.device)
+            previous = rope(key.flatten(0, 1), positions).unflatten(0, key.shape[:2])
 
         mixed = []
         for first, last, reading in _spans(query.shape[1], readings, apart=bool(readings) or self.locality.sliding):
@@ -185,11 +198,10 @@ class MemoryLayer(GradientCheckpointingLayer):
         host, state = self.host(rope), memory.start(hidden.shape[0], hidden.device)
         reading = memory.read(state, 0, host) if memory.reads_start else None
         for index, tokens in enumerate(hidden.split(size, dim=1), 1):
-            positions = torch.arange(tokens.shape[1], device=hidden.device)
             query, key, value = attention.project(self.input_layernorm(tokens))
-            clean = rope(key, positions), value
+            clean = rope.inside(key), value
             local = attention.join(reading, *attention.probed(*clean))
-            outputs.append(self._finish(tokens, attention.mix(query, rope(query, positions), *local, reading)))
+            outputs.append(self._finish(tokens, attention.mix(query, rope.inside(query), *local, reading)))
             if index * size < hidden.shape[1]:  # the last block is read by nobody
                 known = local if attention.corrupt is None else attention.join(reading, *clean)
                 block = Block(key, value, outputs[-1], self._extender(rope, known, reading, size))

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from elastic_memory.memory import MEMORIES, Memory
@@ -12,6 +13,7 @@ from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer, Rope
 from elastic_memory.model.loss import next_token_loss
+from elastic_memory.model.padding import PaddedRotary, pad_heads
 from elastic_memory.model.rows import Rows, from_mask, from_positions
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -69,7 +71,7 @@ class MemoryBackbone:
         elif rows:
             inputs_embeds = rows.align(inputs_embeds)
         hidden, every = inputs_embeds, [inputs_embeds]
-        rope = Rope(self.rotary_emb, hidden)
+        rope = Rope(self.rotary_emb, hidden, self.layers[0].locality.span(hidden.shape[1]))
         for layer in self.layers:
             hidden = layer(hidden, rope)
             every.append(hidden)
@@ -205,9 +207,8 @@ class MemoryCausalLM:
         )
         hidden, loss, logits = outputs.last_hidden_state, None, None
         if labels is not None:
-            loss = next_token_loss(
-                hidden, self.lm_head.weight, _predictable(labels, attention_mask, position_ids), num_items_in_batch
-            )
+            targets = _predictable(labels, attention_mask, position_ids)
+            loss = self._loss(hidden, self.lm_head.weight, targets, num_items_in_batch)
         asked = not isinstance(logits_to_keep, int) or logits_to_keep > 0
         if labels is None or asked or hidden.shape[0] * hidden.shape[1] <= LOGITS_AT_MOST:
             wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -215,6 +216,18 @@ class MemoryCausalLM:
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compile the training road, layer by layer: layers that are alike share one graph, so it takes seconds.
+
+        Streams stay as they are. `options` go to `torch.compile`.
+        """
+        options = {"fullgraph": True, "dynamic": False} | options
+        for layer in self.base_model.layers:
+            layer.blocks = torch.compile(layer.blocks, **options)
+        self._loss = torch.compile(next_token_loss, **options)
+
+    _loss = staticmethod(next_token_loss)
 
     @property
     def memories(self) -> dict[int, Memory]:
@@ -236,16 +249,22 @@ class MemoryCausalLM:
     def memory_report(self) -> list[dict[str, Any]]:
         """Per layer with memory: mechanism, floats of state per row (carried, and as the paper counts), parameters."""
         names = {kind: name for name, kind in MEMORIES.items()}
-        return [
-            {
-                "layer": index,
-                "memory": names[type(memory)],
-                "state_floats": memory.floats.paper,
-                "carried_floats": memory.floats.carried,
-                "extra_parameters": memory.extra_parameters,
-            }
-            for index, memory in self.memories.items()
-        ]
+        report = []
+        for index, memory in self.memories.items():
+            floats = memory.floats
+            if getattr(self.config, "pad_heads", False):  # count what was asked for, not what is stored
+                with torch.device("meta"):
+                    floats = self.config.settings().memory_at(index).floats
+            report.append(
+                {
+                    "layer": index,
+                    "memory": names[type(memory)],
+                    "state_floats": floats.paper,
+                    "carried_floats": floats.carried,
+                    "extra_parameters": memory.extra_parameters,
+                }
+            )
+        return report
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. With a warm `past_key_values`, `inputs` are the tokens that come next.
@@ -307,8 +326,13 @@ class MemoryLlamaModel(MemoryBackbone, _Initialised, LlamaModel):
     config_class = MemoryLlamaConfig
 
     def __init__(self, config: MemoryLlamaConfig):
-        super().__init__(config)
-        install(self, config.settings())
+        super().__init__(config.stored())
+        self.config = config
+        install(self, config.settings(stored=True))
+        if config.pad_heads:
+            self.rotary_emb = PaddedRotary(LlamaRotaryEmbedding(config), config.stored().head_dim)
+            for layer in self.layers:
+                pad_heads(layer.self_attn, config.head_dim)
         with torch.no_grad():
             for layer in self.layers:  # residuals add up over depth: each layer starts with a smaller share
                 for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
