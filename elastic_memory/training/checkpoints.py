@@ -5,11 +5,13 @@ the disk and renamed. On the way back every file is checked; a damaged checkpoin
 """
 
 import hashlib
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elastic_memory.training.files import publish, write_json
 from elastic_memory.training.strict import read_json
@@ -30,10 +32,11 @@ class IncompleteError(ValueError):
 
 @dataclass(frozen=True)
 class Found:
-    """What a search for the newest checkpoint came to: its step (0: none) and what was passed over, and why."""
+    """What a search for the newest checkpoint came to: its step (0: none), why not a newer one, what it lacks."""
 
     step: int
     rejected: dict[int, str]
+    lacks: str = ""
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -72,7 +75,11 @@ def write_manifest(folder: Path, step: int) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST
     }
-    write_json(folder / MANIFEST, {"step": step, "files": files})
+    write_json(folder / MANIFEST, {"step": step, "files": files, "seal": _seal_of(step, files)})
+
+
+def _seal_of(step: int, files: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
 
 
 def sha256(path: Path) -> str:
@@ -84,10 +91,13 @@ def sha256(path: Path) -> str:
 def verify(folder: Path) -> None:
     """Raise `DamagedError` or `IncompleteError` unless the folder holds exactly what its manifest says."""
     try:
-        files = read_json(folder / MANIFEST)["files"]
-        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest = read_json(folder / MANIFEST)
+        sealed = manifest["seal"] == _seal_of(manifest["step"], manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{folder.name}/{MANIFEST} is missing or unreadable ({error})") from None
+    if not sealed:
+        raise DamagedError(f"{folder.name}/{MANIFEST} is not as it was written")
+    listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     missing = [name for name in listed if not (folder / name).is_file()]
     if any(name.startswith(WEIGHTS) for name in missing):
         raise DamagedError(f"{folder.name}: {', '.join(missing)} missing")
@@ -113,9 +123,9 @@ def newest(checkpoints: Path, before: int | None = None, weights_only: bool = Fa
             verify(folder_of(checkpoints, step))
         except DamagedError as error:
             rejected[step] = str(error)
-        except IncompleteError:
+        except IncompleteError as error:
             if weights_only:
-                return Found(step, rejected)
+                return Found(step, rejected, str(error))
             raise
         else:
             return Found(step, rejected)

@@ -177,10 +177,9 @@ class Session:
                     f"({'; '.join(found.rejected.values())}): remove them to start from the beginning"
                 )
             step = [found.step]
-            folder = checkpoints.folder_of(run.checkpoints, found.step)
-            if self.resume.weights_only and found.step and not (folder / "optimizer.pt").exists():
-                repair_for_weights_only(folder, found.step)
-                run.event("weights only", step=found.step)
+            if found.lacks:
+                repair_for_weights_only(checkpoints.folder_of(run.checkpoints, found.step), found.step, run.recipe)
+                run.event("weights only", step=found.step, reason=found.lacks)
             run.rewind(found.step)
             tell(f"{run.folder.name}: " + (f"going on after step {found.step}" if found.step else "starting"))
             run.event("start", step=found.step, sample_order=self.schedule.digest)

@@ -30,6 +30,11 @@ def read_yaml(text: str, source: str) -> Any:
 
 def _check_events(text: str, source: str) -> None:
     depth = 0
+    for bracket in re.findall(r"[][{}]", text):  # before the parser, whose time grows with the square of their number
+        depth += 1 if bracket in "[{" else -1
+        if depth > 2 * MAX_DEPTH:
+            raise ValueError(f"{source}: brackets nested deeper than {MAX_DEPTH}")
+    depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"{source} line {_line(event)}: alias *{event.anchor}, recipes have none")

@@ -141,9 +141,24 @@ class MemoryTrainer(Trainer):
         def factor(step: int) -> float:
             return learning_rate_factor(step, num_training_steps, self.restarts)
 
-        self.lr_scheduler = self.schedule_of_rates = LambdaLR(optimizer or self.create_optimizer(), factor)
+        self.lr_scheduler = self.rates = LambdaLR(optimizer or self.create_optimizer(), factor)
         self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            # the checkpoint's own rates may be of before a restart, or missing (--weights-only)
+            rates, step = self.rates, self.state.global_step
+            rates.last_epoch = step
+            rates._last_lr = [base * rates.lr_lambdas[0](step) for base in rates.base_lrs]
+            for group, rate in zip(rates.optimizer.param_groups, rates._last_lr, strict=True):
+                group["lr"] = rate
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        strangers = {*load_result.missing_keys} - {*self.network.all_tied_weights_keys} | {*load_result.unexpected_keys}
+        if strangers:
+            raise ValueError(f"the checkpoint is of another model: {', '.join(sorted(strangers)[:4])}")
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch."""
@@ -212,20 +227,13 @@ class MemoryTrainer(Trainer):
             ) from error
         self.accelerator.wait_for_everyone()
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        rates = self.schedule_of_rates
-        if checkpoint is not None and rates.last_epoch != self.state.global_step:
-            # only after --weights-only: the moments start afresh, the schedule does not
-            rates.last_epoch = self.state.global_step - 1
-            rates.step()
 
-
-def repair_for_weights_only(folder: Path, step: int) -> None:
+def repair_for_weights_only(folder: Path, step: int, recipe: Recipe) -> None:
     """Make a checkpoint whose training state was removed resumable: same weights and step, a fresh optimizer."""
     if not (folder / checkpoints.TRAINER_STATE).exists():
         callbacks: Any = [TrainerControl()]  # which Trainer also keeps its own state in
-        state = TrainerState(global_step=step, stateful_callbacks=callbacks)
+        size = recipe.execution.micro_batch
+        state = TrainerState(global_step=step, logging_steps=1, train_batch_size=size, stateful_callbacks=callbacks)
         state.save_to_json(str(folder / checkpoints.TRAINER_STATE))
     checkpoints.write_manifest(folder, step)
 

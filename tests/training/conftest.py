@@ -1,0 +1,58 @@
+"""A small prepared corpus, and a recipe that trains on it in a second."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_memory.data import prepare
+from elastic_memory.training.recipe import Recipe, load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+QUICK = [
+    "training.length=128", "training.batch_tokens=512", "training.tokens=6144", "execution.micro_batch=2",
+    "execution.save_every=4", "model.config.block_size=32", "model.config.num_hidden_layers=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Sums are the same for the same number of threads; one is what child processes use too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """Rows of 128 bytes, from sentences that repeat enough to be learnt."""
+    folder, words = (
+        tmp_path_factory.mktemp("corpus"),
+        ["the", "sea", "kept", "its", "own", "slow", "book", "of", "days", "and", "ships"],
+    )
+    for i in range(12):
+        draw = random.Random(i)
+        (folder / f"{i}.txt").write_text(" ".join(draw.choice(words) for _ in range(400)))
+    prepare(folder, folder / "prepared", tokenizer="bytes", length=128, shares=(0.8, 0.1, 0.1))
+    return folder / "prepared"
+
+
+@pytest.fixture
+def quick() -> Recipe:
+    """Twelve steps of four rows, a checkpoint every four."""
+    return load_recipe(RECIPES / "smoke" / "elastic.yaml", QUICK)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = weights(one), weights(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,41 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_memory.training.order import Collate, Schedule, sample_order
+
+
+@given(st.integers(1, 50), st.integers(1, 200), st.integers(0, 5))
+def test_epochs_are_whole_permutations_one_after_another(rows, samples, seed):
+    order = sample_order(rows, samples, seed)
+    assert len(order) == samples
+    for epoch in range(0, samples, rows):
+        part = order[epoch : epoch + rows]
+        assert len(set(part)) == len(part)
+    counts = Counter(order.tolist())
+    assert max(counts.values()) - min([counts[row] for row in range(rows)]) <= 1
+
+
+@given(st.integers(10, 50), st.integers(1, 100), st.integers(0, 99))
+def test_a_longer_run_begins_with_the_same_samples(rows, samples, more):
+    assert np.array_equal(sample_order(rows, samples + more, 42)[:samples], sample_order(rows, samples, 42))
+
+
+def test_order_and_hash_depend_on_the_seed_and_the_rows_alone():
+    rows = [{"input_ids": torch.tensor([i])} for i in range(30)]
+    assert Schedule(rows, 90, 1).digest == Schedule(list(rows), 90, 1).digest
+    assert Schedule(rows, 90, 1).digest != Schedule(rows, 90, 2).digest
+    assert Schedule(rows, 90, 1)[5]["input_ids"].item() == Schedule(rows, 90, 1)[5]["row"]
+    with pytest.raises(ValueError, match="no training rows"):
+        Schedule([], 10, 1)
+
+
+def test_a_token_outside_the_vocabulary_is_refused_by_row():
+    items = [{"input_ids": torch.tensor([1, 2]), "row": 7}, {"input_ids": torch.tensor([3, 9]), "row": 8}]
+    assert Collate(10)(items)["rows"] == [7, 8]
+    with pytest.raises(ValueError, match="row 8 has a token outside the model's vocabulary of 9"):
+        Collate(9)(items)
