@@ -83,7 +83,7 @@ class MelodiMemory(Memory):
         # The mixer's inputs are places in the block: those that a short one does not have are zero.
         missing = self.geometry.block_size - context.shape[1]
         tokens = torch.cat((F.pad(_rms(context), (0, 0, 0, missing)), _rms(summary)), dim=1)
-        return (wide(self.mixer(tokens.mT)).mT + wide(summary),)
+        return (wide(self.mixer(tokens.mT).mT.contiguous()) + wide(summary),)
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Raw tokens picked from the history where elastic memory would look: what does compression buy?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,21 @@ class Picked(NamedTuple):
     key: Float[Tensor, "batch kv_head order dim"]
     value: Float[Tensor, "batch kv_head order dim"]
     time: Float[Tensor, "batch order"]
+
+
+class Rule(NamedTuple):
+    """Which tokens stay."""
+
+    order: int
+    sampling: str | Callable[..., Tensor]
+    options: tuple[tuple[str, object], ...]
+
+    def choose(self, time: Float[Tensor, "batch candidate"], seen: int) -> Int[Tensor, "batch order"]:
+        """Indices of those candidates, of all that a history of `seen` tokens left, that stay."""
+        moments = samplings.moments(self.sampling, self.order, seen, **dict(self.options))
+        if moments.ndim == 2:
+            moments = moments.mean(1)
+        return nearest(time, ((moments - 1) * seen).sort().values.to(time))
 
 
 class SampledMemory(Memory):
@@ -43,9 +59,9 @@ class SampledMemory(Memory):
         super().__init__(geometry, detach_every=detach_every)
         if order < 1:
             raise ValueError(f"{order} tokens: give an order (memory_order) from 1 on")
-        samplings.resolve(sampling, dict(sampling_options or {}))
-        self.order, self.sampling = order, sampling
-        self.sampling_options = tuple(sorted((sampling_options or {}).items()))
+        options: dict[str, object] = dict(sampling_options or {})
+        samplings.resolve(sampling, options)
+        self.rule = Rule(order, sampling, tuple(sorted(options.items())))
 
     @property
     def floats(self) -> Floats:
@@ -55,49 +71,65 @@ class SampledMemory(Memory):
 
     def start(self, batch: int, device: torch.device | str | None = None) -> Picked:
         """No tokens."""
-        shape = (batch, self.geometry.kv_heads, self.order, self.geometry.head_dim)
-        return Picked(*(torch.zeros(s, device=device) for s in (shape, shape, (batch, self.order))))
+        shape = (batch, self.geometry.kv_heads, self.rule.order, self.geometry.head_dim)
+        key, value = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        return Picked(key, value, torch.zeros(batch, self.rule.order, device=device))
 
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """The tokens, without positions."""
-        return tuple(part[:, :, max(self.order - seen, 0) :] for part in state[:2])
+        return tuple(part[:, :, max(self.rule.order - seen, 0) :] for part in state[:2])
 
     def write(self, state: State, block: Block, seen: int) -> Picked:
         """Of the tokens kept and the new ones, keep those nearest to the sampled moments."""
-        empty, tokens = max(self.order - seen, 0), block.key.shape[2]
+        empty, tokens = max(self.rule.order - seen, 0), block.key.shape[2]
         new = torch.arange(0.5 - tokens, 0, device=block.key.device).expand(len(block.key), -1)
         time = torch.cat((state[2][:, empty:] - tokens, new), dim=1)
-        key, value = (
-            torch.cat((part[:, :, empty:], wide(signal)), dim=2)
-            for part, signal in zip(state, (block.key, block.value), strict=False)
-        )
-        if time.shape[1] <= self.order:
-            missing = self.order - time.shape[1]
+        key = torch.cat((state[0][:, :, empty:], wide(block.key)), dim=2)
+        value = torch.cat((state[1][:, :, empty:], wide(block.value)), dim=2)
+        missing = self.rule.order - time.shape[1]
+        if missing >= 0:
             key, value = (F.pad(part, (0, 0, missing, 0)) for part in (key, value))
             return Picked(key, value, F.pad(time, (missing, 0)))
-        moments = _moments(self.sampling, self.sampling_options, self.order, seen + tokens)
-        chosen = nearest(time, moments.to(time))
+        chosen = self.rule.choose(time, seen + tokens)
         index = chosen[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         return Picked(key.gather(2, index), value.gather(2, index), time.gather(1, chosen))
+
+    def read_all(
+        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
+    ) -> Sequence[Reading]:
+        """The tokens that a stream would still have, straight from the sample."""
+        size = self.geometry.block_size
+        left = _survivors(self.rule, size, -(-key.shape[2] // size), str(key.device))
+        return [
+            tuple(self.history(signal, block)[:, :, kept] for signal in (key, value))
+            for block, kept in enumerate(left, 1)
+        ]
 
 
 def nearest(time: Float[Tensor, "batch candidate"], moments: Float[Tensor, " order"]) -> Int[Tensor, "batch order"]:
     """Indices of candidates close to the moments, all different: newer moments choose first. Both ascend."""
-    order = moments.shape[0]
     after = torch.searchsorted(time, moments.expand(len(time), -1).contiguous()).clamp(1, time.shape[1] - 1)
     closer = moments - time.gather(1, after - 1) <= time.gather(1, after) - moments
-    # Different and ascending: index minus rank may not fall. From the newest on, whatever is taken already pushes older
-    # moments further back, but not so far that nothing is left for those before them.
-    rank = torch.arange(order, device=time.device)
+    # All different and ascending: index minus rank may not fall. What newer moments have taken pushes older ones back,
+    # but not so far that nothing is left for those before them.
+    rank = torch.arange(len(moments), device=time.device)
     slack = (after - closer.long() - rank).flip(1).cummin(1).values.flip(1)
     return slack.clamp(min=0) + rank
 
 
-# A constant of the compiled graph: samplings are functions of numbers, not of tensors.
+# A constant of the compiled graph: it depends on numbers, not on tensors.
 @torch.compiler.assume_constant_result
-def _moments(sampling: str | Callable[..., Tensor], options: tuple, order: int, seen: int) -> Float[Tensor, " order"]:
-    """Where the sampling looks in a history of `seen` tokens, in tokens before now, oldest first."""
-    moments = samplings.moments(sampling, order, seen, **dict(options))
-    if moments.ndim == 2:
-        moments = moments.mean(1)
-    return ((moments - 1) * seen).sort().values
+def _survivors(rule: Rule, size: int, blocks: int, device: str) -> tuple[Int[Tensor, " kept"], ...]:
+    return survivors(rule, size, blocks, device)
+
+
+@lru_cache(maxsize=4)
+def survivors(rule: Rule, size: int, blocks: int, device: str = "cpu") -> tuple[Int[Tensor, " kept"], ...]:
+    """For blocks 1, 2, ...: the tokens of the history that a stream has kept."""
+    kept, result = torch.arange(0), []
+    for seen in range(size, blocks * size, size):
+        kept = torch.cat((kept, torch.arange(seen - size, seen)))
+        if len(kept) > rule.order:
+            kept = kept[rule.choose((kept - seen + 0.5)[None], seen)[0]]
+        result.append(kept.to(device))
+    return tuple(result)

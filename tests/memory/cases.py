@@ -1,0 +1,71 @@
+"""Small models of every mechanism in the registry, as it is by default and in its variants."""
+
+from functools import cache
+
+import torch
+
+import elastic_memory as em
+from elastic_memory.memory import MEMORIES
+
+# Weights large enough that memory matters to the logits; grouped heads; a few blocks are a short sample.
+SMALL = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=61, block_size=8, initializer_range=0.15,
+)  # fmt: skip
+BLOCK = SMALL["block_size"]
+
+# Options beyond the defaults that change what is computed. A mechanism that is not named here is tested as it is.
+VARIANTS = {
+    "elastic": [dict(road="direct"), dict(road="recurrent")],
+    "memorizing": [
+        dict(combine="joint", positions="full"),
+        dict(combine="joint", positions="query"),
+        dict(positions="query"),
+        dict(positions="full"),
+    ],
+    "infini": [dict(update="linear"), dict(memory_norm="qk"), dict(memory_norm="none"), dict(first_block="zero")],
+    "melodi": [dict(first_block="zeros")],
+    "recent": [dict(share=0.2)],
+}
+DEFAULTS = {name: (name, {}) for name in MEMORIES}
+CASES = DEFAULTS | {
+    f"{name} {' '.join(map(str, options.values()))}": (name, options)
+    for name, variants in VARIANTS.items()
+    for options in variants
+}
+REMEMBERING = [case for case, (name, _) in CASES.items() if MEMORIES[name].reach != 0]
+
+
+def fresh(case, seed=0, **overrides):
+    """A model of its own."""
+    memory, options = CASES.get(case, (case, {}))
+    options = options | overrides.pop("memory_options", {})
+    torch.manual_seed(seed)
+    config = em.MemoryLlamaConfig.preset("tiny", memory=memory, memory_options=options, **(SMALL | overrides))
+    return em.MemoryLlamaForCausalLM(config).eval()
+
+
+@cache
+def small(case):
+    """A model that tests share and must not change."""
+    return fresh(case)
+
+
+def tokens(batch=2, length=45, seed=1):
+    return torch.randint(0, SMALL["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, ids, **kwargs):
+    return model(ids, **kwargs).logits
+
+
+def with_weights_of(model, other):
+    """`model`, with every weight of `other` that it has too."""
+    model.load_state_dict(other.state_dict(), strict=False)
+    return model
+
+
+def memory_of(model):
+    """The first memory of a model."""
+    return next(iter(model.memories.values()))
