@@ -75,16 +75,17 @@ def measure(name: str, device: str) -> dict[str, float | str]:
         before = torch.cuda.memory_allocated()
     else:
         before = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start, work = time.perf_counter(), time.process_time()
     result = CASES[name](device)
     if cuda:
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
+    seconds, work = time.perf_counter() - start, time.process_time() - work
     peak = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     returned = sum(tensor.numel() * tensor.element_size() for tensor in result)
     return {
         "case": name,
         "seconds": round(seconds, 4),
+        "cpu_seconds": round(work, 4),
         "returned_mb": round(returned / 1e6, 1),
         "peak_mb": round((peak - before) / 1e6, 1),
         "peak_over_returned": round((peak - before) / returned, 2),

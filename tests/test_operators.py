@@ -207,3 +207,24 @@ def test_pieces_cover_every_token_once():
         for which, history in enumerate(histories):
             covered = [k for w, first, last in pieces if w == which for k in range(first, last)]
             assert covered == list(range(history))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_gpu_builds_the_same_matrices(sampling):
+    bank = Bank(300, 32, sampling)
+    for road in ("direct", "recurrent"):
+        here, there = (bank.plan(256, 5, device, DOUBLE, road=road) for device in ("cpu", "cuda"))
+        for ours, theirs in zip(here, there, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                close(other.cpu(), one, 1e-11)
+
+
+@pytest.mark.gpu
+def test_the_largest_bank_takes_at_most_twice_what_it_returns():
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    weights = Bank(8640, 512, "exponential").plan(2048, 16, "cuda").weights
+    returned = sum(weight.numel() * weight.element_size() for weight in weights)
+    assert torch.cuda.max_memory_allocated() - before < 2 * returned
+    close(weights[-1].sum(1).cpu(), np.ones(512), 1e-4)
