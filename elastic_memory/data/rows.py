@@ -134,10 +134,11 @@ class _Rows:
     def __init__(self, file: BinaryIO, length: int):
         self.file = file
         self.length = length
+        self.position = 0
         self._begin()
 
     def _begin(self) -> None:
-        self.start = self.file.tell()
+        self.start = self.position
         self.tokens = 0
         self.held: list[np.ndarray] = []
         self.waiting = 0
@@ -149,7 +150,7 @@ class _Rows:
         if self.waiting >= self.length:
             joined = np.concatenate(self.held)
             whole = len(joined) - len(joined) % self.length
-            self.file.write(joined[:whole].tobytes())
+            self.position += self.file.write(joined[:whole].tobytes())
             self.held, self.waiting = [joined[whole:]], len(joined) - whole
 
     def finish(self) -> tuple[int, int]:
@@ -159,8 +160,9 @@ class _Rows:
         return tokens, tokens // self.length
 
     def forget(self) -> None:
-        self.file.seek(self.start)
-        self.file.truncate()
+        if self.position > self.start:
+            self.position = self.file.seek(self.start)
+            self.file.truncate()
         self._begin()
 
 

@@ -107,10 +107,13 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} holds no prepared rows: {hint}")
     try:
         manifest = json.loads(path.read_bytes())
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"{path} is of format {manifest['format']!r}; this version reads {FORMAT!r}")
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{path} is not a manifest of elastic prepare") from None
+        sizes = [manifest["length"], *(facts["rows"] for facts in manifest["splits"].values())]
+        sound = manifest["dtype"] in ("uint16", "uint32") and all(isinstance(size, int) and size > 0 for size in sizes)
+        sound = sound and manifest["format"] == FORMAT
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{path} is not a manifest of the format {FORMAT!r}: prepare the corpus again")
     return manifest
 
 

@@ -28,9 +28,7 @@ def all_rows(folder):
     found = []
     for split in json.loads((folder / "manifest.json").read_text())["splits"]:
         rows = samples(folder, split)
-        found += [
-            (rows.documents[rows.document(i)]["id"], rows[i]["input_ids"].tolist()) for i in range(len(rows))
-        ]
+        found += [(rows.documents[rows.document(i)]["id"], rows[i]["input_ids"].tolist()) for i in range(len(rows))]
     return found
 
 
@@ -169,9 +167,7 @@ def test_documents_are_divided_by_their_text_alone(tmp_path, monkeypatch):
     counts = Counter(of.values())
     assert all(abs(counts[split] / 300 - share) < 0.1 for split, share in shares.items())
     write_lines(tmp_path / "fewer.jsonl", {name: documents[name] for name in ["d7", "d3", "d200"]})
-    again = prepare(
-        tmp_path / "fewer.jsonl", tmp_path / "two", tokenizer="bytes", length=50, shares=(0.6, 0.3, 0.1)
-    )
+    again = prepare(tmp_path / "fewer.jsonl", tmp_path / "two", tokenizer="bytes", length=50, shares=(0.6, 0.3, 0.1))
     for split in again["splits"]:
         assert all(of[document["id"]] == split for document in samples(tmp_path / "two", split).documents)
 
