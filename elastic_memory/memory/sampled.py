@@ -39,8 +39,8 @@ class SampledMemory(Memory):
     """Elastic memory without its polynomial: `order` tokens as they were, in the block's softmax. No parameters.
 
     A stream cannot go back to a token that it let go. So after each block, of the tokens kept so far and the new ones,
-    those stay that are nearest to the moments of the sampling; each moment takes one that no newer moment has taken. A
-    cell stands for its middle. Until more than `order` tokens came, all of them stay.
+    those stay that are nearest to the moments of the sampling; moments that want the same token give way to both sides.
+    A cell stands for its middle. Until more than `order` tokens came, all of them stay.
     """
 
     source = "control: elastic memory's samplings on raw tokens"
@@ -107,14 +107,15 @@ class SampledMemory(Memory):
 
 
 def nearest(time: Float[Tensor, "batch candidate"], moments: Float[Tensor, " order"]) -> Int[Tensor, "batch order"]:
-    """Indices of candidates close to the moments, all different: newer moments choose first. Both ascend."""
+    """Indices of candidates close to the moments, all different; both ascend."""
     after = torch.searchsorted(time, moments.expand(len(time), -1).contiguous()).clamp(1, time.shape[1] - 1)
     closer = moments - time.gather(1, after - 1) <= time.gather(1, after) - moments
-    # All different and ascending: index minus rank may not fall. What newer moments have taken pushes older ones back,
-    # but not so far that nothing is left for those before them.
+    # Different and ascending means that index minus rank may not fall. Where it does, older moments could be pushed
+    # back or newer ones on; half of both keeps a stream from drifting either way over many blocks.
     rank = torch.arange(len(moments), device=time.device)
-    slack = (after - closer.long() - rank).flip(1).cummin(1).values.flip(1)
-    return slack.clamp(min=0) + rank
+    slack = after - closer.long() - rank
+    pushed_back, pushed_on = slack.flip(1).cummin(1).values.flip(1), slack.cummax(1).values
+    return ((pushed_back + pushed_on) // 2).clamp(0, time.shape[1] - len(moments)) + rank
 
 
 # A constant of the compiled graph: it depends on numbers, not on tensors.
