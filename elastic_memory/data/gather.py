@@ -6,10 +6,10 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import elastic_memory
 from elastic_memory.data.folders import whole_file
 from elastic_memory.data.rows import RowMaker
 from elastic_memory.data.samples import FORMAT, MANIFEST, split_files
@@ -49,7 +49,7 @@ def gather(folder: Path, plan: Plan, maker: RowMaker, names: list[str], passed_o
     tokenizer = {key: getattr(maker.tokenizer, key) for key in ("name", "sha256", "vocab_size")}
     manifest = {
         "format": FORMAT,
-        "tool": f"elastic-memory {version('elastic-memory')}",
+        "tool": f"elastic-memory {elastic_memory.__version__}",
         "length": plan.length,
         "dtype": maker.dtype.name,
         "tokenizer": tokenizer,
