@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from elastic_memory.attention import masked, rotate, trapezoidal, window_mask
-from elastic_memory.memory import Block, Host, Memory, Reading
+from elastic_memory.memory import Block, Host, Memory, Reading, State
 from elastic_memory.model.stream import LayerStream, Segment
 from elastic_memory.shapes import Bool, Float, Int, Tensor
 
@@ -176,7 +176,7 @@ class MemoryLayer(GradientCheckpointingLayer):
             previous = rope(key.flatten(0, 1), positions).unflatten(0, key.shape[:2])
 
         mixed = []
-        for first, last, reading in _spans(query.shape[1], readings, apart=bool(readings) or self.locality.sliding):
+        for first, last, reading in _spans(query.shape[1], readings, apart=len(readings) > 0 or self.locality.sliding):
             parts = [x[:, first:last].flatten(0, 1) for x in (query, rotated, rotated_key, value)]
             window, mask = parts[2:], None
             if previous is not None and first > 0:
@@ -194,20 +194,29 @@ class MemoryLayer(GradientCheckpointingLayer):
         return self._finish(hidden, joined.transpose(1, 2).flatten(2, 3)[:, :, :length])
 
     def _block_by_block(self, hidden: Tensor, rope: Rope) -> Tensor:
-        attention, memory, outputs, size = self.self_attn, self.memory, [], self.locality.block_size
-        host, state = self.host(rope), memory.start(hidden.shape[0], hidden.device)
-        reading = memory.read(state, 0, host) if memory.reads_start else None
-        for index, tokens in enumerate(hidden.split(size, dim=1), 1):
-            query, key, value = attention.project(self.input_layernorm(tokens))
-            clean = rope.inside(key), value
-            local = attention.join(reading, *attention.probed(*clean))
-            outputs.append(self._finish(tokens, attention.mix(query, rope.inside(query), *local, reading)))
-            if index * size < hidden.shape[1]:  # the last block is read by nobody
-                known = local if attention.corrupt is None else attention.join(reading, *clean)
-                block = Block(key, value, outputs[-1], self._extender(rope, known, reading, size))
-                state = memory.cut(memory.write(state, block, (index - 1) * size), index)
-                reading = memory.read(state, index * size, host)
+        memory, outputs, size = self.memory, [], self.locality.block_size
+        state = memory.start(hidden.shape[0], hidden.device)
+        for index, tokens in enumerate(hidden.split(size, dim=1)):
+            reads, writes = index > 0 or memory.reads_start, (index + 1) * size < hidden.shape[1]
+            output, state = self.one_block(tokens, rope, memory.cut(state, index), index * size, reads, writes)
+            outputs.append(output)
         return torch.cat(outputs, dim=1)
+
+    def one_block(
+        self, tokens: Tensor, rope: Rope, state: State, seen: int, reads: bool, writes: bool
+    ) -> tuple[Tensor, State]:
+        """A block of a memory whose state depends on what leaves the layer: its output, and the state after it."""
+        attention, host = self.self_attn, self.host(rope)
+        reading = self.memory.read(state, seen, host) if reads else None
+        query, key, value = attention.project(self.input_layernorm(tokens))
+        clean = rope.inside(key), value
+        local = attention.join(reading, *attention.probed(*clean))
+        output = self._finish(tokens, attention.mix(query, rope.inside(query), *local, reading))
+        if writes:
+            known = local if attention.corrupt is None else attention.join(reading, *clean)
+            extend = self._extender(rope, known, reading, tokens.shape[1])
+            state = self.memory.write(state, Block(key, value, output, extend), seen)
+        return output, state
 
     def _extender(
         self, rope: Rope, local: tuple[Heads, Heads], reading: Reading | None, length: int

@@ -224,7 +224,10 @@ class MemoryCausalLM:
         """
         options = {"fullgraph": True, "dynamic": False} | options
         for layer in self.base_model.layers:
-            layer.blocks = torch.compile(layer.blocks, **options)
+            if layer.memory.parallel:
+                layer.blocks = torch.compile(layer.blocks, **options)
+            else:  # a loop over blocks: its body once, instead of all its rounds in one long graph
+                layer.one_block = torch.compile(layer.one_block, **options)
         self._loss = torch.compile(next_token_loss, **options)
 
     _loss = staticmethod(next_token_loss)
@@ -310,9 +313,23 @@ def install(backbone: Any, settings: MemorySettings) -> None:
 
 
 class _Initialised:
-    """Weights as Llama initialises them, memories as they say themselves."""
+    """Weights as Llama initialises them, memories as they say themselves; or those of a file, if they fit."""
 
     _no_split_modules = ("MemoryLayer",)
+
+    @classmethod
+    def from_pretrained(
+        cls, *args: Any, ignore_mismatched_sizes: bool = False, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """As in transformers; weights of other shapes than the configuration's are named in the error."""
+        model, info = super().from_pretrained(*args, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs)
+        if info["mismatched_keys"] and not ignore_mismatched_sizes:
+            name, there, here = min(info["mismatched_keys"])
+            raise ValueError(
+                f"{name} is {list(there)} in the file and {list(here)} here: sizes such as block_size, "
+                f"{model.config.block_size} here, and memory_order must be those that the model was trained with"
+            )
+        return (model, info) if output_loading_info else model
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
