@@ -97,6 +97,7 @@ def machine(device: str) -> dict[str, str | int | float]:
     return {
         "device": name,
         "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "load_before": round(os.getloadavg()[0], 1),
