@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_memory.data.sources import Document, Part, file_parts
+from elastic_memory.data.parts import file_parts
+from elastic_memory.data.sources import Document, Part
 
 
 class Corpus(Protocol):

@@ -11,9 +11,9 @@ from typing import Any
 
 import elastic_memory
 from elastic_memory.data.folders import whole_file
+from elastic_memory.data.parts import SPLITS
 from elastic_memory.data.rows import RowMaker
 from elastic_memory.data.samples import FORMAT, MANIFEST, split_files
-from elastic_memory.data.sources import SPLITS
 
 
 class NothingKept(ValueError):  # noqa: N818

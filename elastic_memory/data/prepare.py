@@ -1,6 +1,6 @@
 """From a corpus to a folder of token rows that training and evaluation read.
 
-1. The corpus is divided into parts (`sources`, `corpora`), by what is on disk alone.
+1. The corpus is divided into parts (`parts`, `corpora`), by what is on disk alone.
 2. Each part becomes a file of rows and a record of its documents under `.work` (`rows`), complete or not at all.
 3. When all parts are there, their rows are gathered by split into `train.bin`, `validation.bin` and `test.bin`
    (`gather`); the manifest is written last. A folder with a manifest is finished.

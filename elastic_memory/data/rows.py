@@ -10,7 +10,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
-from elastic_memory.data.sources import SPLITS, Document, Part
+from elastic_memory.data.parts import SPLITS
+from elastic_memory.data.sources import Document, Part
 from elastic_memory.data.tokenizers import PIECE, Piece, Skip, Tokenizer, encode, pieces
 
 Item = TypeVar("Item")

@@ -1,8 +1,7 @@
-"""Documents from files: parquet, JSONL (plain, gz, zst) and folders of text, divided into parts of bounded size.
+"""Documents from files: parquet, JSONL (plain, gz, zst) and text, a part at a time.
 
 A part is the unit of work: it is read, tokenised and written on its own, so that a run continues where it
-stopped, shards share a corpus by taking every n-th part, and memory does not grow with the corpus. Which parts
-there are depends on the files alone.
+stopped, shards share a corpus by taking every n-th part, and memory does not grow with the corpus.
 """
 
 import codecs
@@ -10,25 +9,15 @@ import hashlib
 import io
 import json
 import os
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from elastic_memory.data.tokenizers import Skip
 
-PART = 64 << 20  # bytes of text in a part, roughly
-PART_FILES = 4096
 LARGEST = 128 << 20  # bytes of a document in a parquet cell or a line of JSON; text files stream and have no limit
-SPLITS = ("train", "validation", "test")
-
-_SPLIT_NAMES = {name: name for name in SPLITS} | {"valid": "validation", "val": "validation", "dev": "validation"}
-_PACKED = {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
-_TABLES = (".parquet", ".jsonl", ".ndjson", *_PACKED)
-_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz", ".7z", ".rar")
+PACKED = {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 
 
 @dataclass
@@ -125,7 +114,7 @@ class JsonLines:
         return self.stop - self.start
 
     def documents(self) -> Iterator[Document]:  # noqa: D102
-        with _unpacked(self.path) as file:
+        with unpacked(self.path) as file:
             place = _to_line(file, self.start)
             while place < self.stop and (line := file.readline(LARGEST)):
                 yield self._document(line, f"{self.file}:{place}")
@@ -178,113 +167,6 @@ class TextFiles:
         return {self.name: every.hexdigest()}
 
 
-def file_parts(sources: list[Path], text: str, passed_over: Counter[str]) -> list[Part]:
-    """The parts of all files under `sources`, in a fixed order; counts the files that are none of ours by reason."""
-    folders = [source.absolute() if source.is_dir() else source.absolute().parent for source in sources]
-    base = Path(os.path.commonpath(folders))
-    parts: list[Part] = []
-    for source in sources:
-        files = [os.path.relpath(file, base) for file in _files(source.absolute(), passed_over)]
-        tables = [file for file in files if file.endswith(_TABLES)]
-        for file in tables:
-            parts += (_parquet_parts if file.endswith(".parquet") else _json_parts)(base / file, file, text)
-        if tables:
-            passed_over["neither parquet nor JSONL"] += len(files) - len(tables)
-        else:
-            parts += _text_parts(base, files)
-    if not {"train"} < {part.split for part in parts} - {None}:
-        # One name alone, such as a lone train.parquet, divides nothing.
-        return [replace(part, split=None) for part in parts]  # type: ignore[type-var]
-    passed_over["in no split"] += sum(part.split is None for part in parts)
-    return [part for part in parts if part.split]
-
-
-def _files(source: Path, passed_over: Counter[str]) -> list[str]:
-    """The regular files of a folder, sorted; hidden ones and links that lead out of it are left alone."""
-    if source.name.endswith(_ARCHIVES):
-        raise ValueError(f"{source} is an archive, and archives are never unpacked here: unpack it and give the folder")
-    if source.is_file():
-        return [str(source)]
-    if not source.is_dir():
-        raise ValueError(f"{source} is neither a file nor a folder")
-    files, folders = [], [str(source)]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                elif reason := _unfit(entry, source.resolve()):
-                    passed_over[reason] += 1
-                else:
-                    files.append(entry.path)
-    return sorted(files)
-
-
-def _unfit(entry: os.DirEntry, root: Path) -> str | None:
-    if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
-        return "link out of the folder"
-    if not entry.is_file():
-        return "not a regular file"
-    return "archive" if entry.name.endswith(_ARCHIVES) else None
-
-
-def _parquet_parts(path: Path, file: str, text: str) -> list[Part]:
-    import pyarrow
-    import pyarrow.parquet as parquet
-
-    try:
-        with parquet.ParquetFile(path) as opened:
-            metadata, schema = opened.metadata, opened.schema_arrow
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from None
-    if text not in schema.names or str(schema.field(text).type) not in ("string", "large_string"):
-        raise ValueError(f"{path} has no column {text!r} of text; its columns: {', '.join(schema.names)} (--text)")
-    column = [metadata.schema.column(index).path for index in range(metadata.num_columns)].index(text)
-    parts: list[Part] = []
-    for group in range(metadata.num_row_groups):
-        rows = metadata.row_group(group).num_rows
-        size = metadata.row_group(group).column(column).total_uncompressed_size
-        step = max(1, rows * PART // max(size, PART))
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            share = size * (stop - start) // rows
-            parts.append(ParquetRows(path, file, group, start, stop, share, text, _split_of(file)))
-    return parts
-
-
-def _json_parts(path: Path, file: str, text: str) -> list[Part]:
-    size, step = path.stat().st_size, PART
-    if file.endswith(tuple(_PACKED)):
-        with _unpacked(path) as unpacked:
-            size = sum(len(block) for block in iter(lambda: unpacked.read(1 << 20), b""))
-        # Each part unpacks the file from its beginning: with more parts that would take longer than tokenising.
-        step = max(PART, -(-size // 16))
-    return [JsonLines(path, file, at, min(at + step, size), text, _split_of(file)) for at in range(0, size, step)]
-
-
-def _text_parts(root: Path, files: list[str]) -> list[Part]:
-    parts: list[Part] = []
-    begun: list[str] = []
-    size = 0
-    for file, following in zip_longest(files, files[1:]):
-        begun.append(file)
-        size += (root / file).stat().st_size
-        ends = following is None or _split_of(following) != _split_of(file)
-        if ends or size >= PART or len(begun) == PART_FILES:
-            parts.append(TextFiles(root, tuple(begun), size, _split_of(file)))
-            begun, size = [], 0
-    return parts
-
-
-def _split_of(file: str) -> str | None:
-    """The split a path names: `test/...`, `test.txt`, and for tables also `test-00000-of-00003.parquet`."""
-    *folders, last = file.lower().split("/")
-    stem = re.split(r"[^a-z]", last)[0] if last.endswith(_TABLES) else last.split(".")[0]
-    return next((_SPLIT_NAMES[word] for word in (*folders, stem) if word in _SPLIT_NAMES), None)
-
-
 def _from_record(record: object, text: str, place: str) -> Document:
     if not isinstance(record, dict) or text not in record:
         return Document(place, _refuse(f"no field {text!r}"))
@@ -313,8 +195,9 @@ def _read_text(path: Path) -> Iterator[str]:
                 return
 
 
-def _unpacked(path: Path) -> BinaryIO:
-    packing = next((packing for suffix, packing in _PACKED.items() if path.name.endswith(suffix)), None)
+def unpacked(path: Path) -> BinaryIO:
+    """A file of JSONL, packed or not, as its plain bytes."""
+    packing = next((packing for suffix, packing in PACKED.items() if path.name.endswith(suffix)), None)
     return _Unpacked(path, packing) if packing else open(path, "rb")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_memory.data import CORPORA, prepare, samples
 from elastic_memory.data.corpora import Hub, find_parts
-from elastic_memory.data.sources import SPLITS
+from elastic_memory.data.parts import SPLITS
 from tests.data.conftest import tree
 
 HUBS = [name for name, corpus in CORPORA.items() if isinstance(corpus, Hub)]

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from elastic_memory.data import prepare, samples, sources
+from elastic_memory.data import parts, prepare, samples
 from tests.data.conftest import tree
 
 DOCUMENTS = int(os.environ.get("ELASTIC_DOCUMENTS", 100_000))
@@ -47,7 +47,7 @@ def kill_and_compare(source, folder, kills, **options):
 
 
 def test_a_large_corpus_killed_many_times_gives_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PART", 2 << 20)
+    monkeypatch.setattr(parts, "PART", 2 << 20)
     words = random.Random(0)
     with open(tmp_path / "c.jsonl", "w") as file:
         for i in range(DOCUMENTS):

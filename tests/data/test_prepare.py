@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_memory.data import prepare, samples, sources
+from elastic_memory.data import parts, prepare, samples
 from elastic_memory.data import tokenizers as tokenizers_module
 from elastic_memory.data.rows import RowMaker
 from tests.data.conftest import tree
@@ -43,7 +43,7 @@ def corpus(tmp_path):
             {f"{file}/{i}": f"document {file} {i} says: " + "the cat sat. " * (i * 9 + file) for i in range(4)},
         )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PART", 600)
+        patch.setattr(parts, "PART", 600)
         yield folder
 
 
@@ -58,7 +58,7 @@ def test_rows_are_those_of_whole_documents(
     write_lines(folder / "texts.jsonl", documents)
     expected = oracle.rows(documents.items(), tokenizers[kind].encode, length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PART", 100)
+        patch.setattr(parts, "PART", 100)
         patch.setattr(tokenizers_module, "PIECE", 30)
         run = lambda: prepare(  # noqa: E731
             folder / "texts.jsonl",
@@ -107,7 +107,7 @@ def test_interrupted_and_run_again_gives_the_same_bytes(stops, tmp_path_factory)
     write_lines(folder / "c.jsonl", {f"d{i}": "the cat sat. " * (i * 7) for i in range(12)})
     arguments = dict(tokenizer="bytes", length=64, workers=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PART", 500)
+        patch.setattr(parts, "PART", 500)
         prepare(folder / "c.jsonl", folder / "whole", **arguments)
         for stop in stops:
             seen = iter(range(stop))
@@ -299,7 +299,7 @@ def test_names_of_documents_cannot_leave_the_folder(tmp_path):
 def test_a_full_disk_is_one_line_and_the_next_run_continues(corpus, tmp_path):
     # a limit on the size of a file makes the system refuse to write, as a full disk does
     limited = (
-        "import resource, sys\nfrom elastic_memory.data import sources\nsources.PART = 600\n"
+        "import resource, sys\nfrom elastic_memory.data import parts\nparts.PART = 600\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))\n"
         "from elastic_memory.cli import main\nsys.argv = ['elastic', *sys.argv[1:]]\nmain()"
     )

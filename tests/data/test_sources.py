@@ -10,9 +10,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_memory.data import sources
+from elastic_memory.data import parts, sources
 from elastic_memory.data.corpora import find_parts
-from elastic_memory.data.sources import file_parts
+from elastic_memory.data.parts import file_parts
 from elastic_memory.data.tokenizers import Skip
 
 documents = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=1, max_size=30)
@@ -73,15 +73,15 @@ def test_every_document_is_read_once_in_order_whatever_the_parts(kind, texts, pa
         texts = [text.removeprefix("\ufeff") for text in texts]
     WRITERS[kind](folder, texts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PART", part)
-        patch.setattr(sources, "PART_FILES", 5)
+        patch.setattr(parts, "PART", part)
+        patch.setattr(parts, "PART_FILES", 5)
         found = read_folder(folder)
     assert [text for _, text in found] == texts
     assert len({name for name, _ in found}) == len(texts)
 
 
 def test_large_files_have_many_parts_and_the_same_ones_each_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PART", 100)
+    monkeypatch.setattr(parts, "PART", 100)
     for writer in WRITERS.values():
         writer(tmp_path, ["some words " * 5] * 40)
         first = file_parts([tmp_path], "text", Counter())
@@ -139,8 +139,8 @@ def test_splits_are_the_sources_own_where_it_has_them(names, splits, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "x"}\n')
     passed_over = Counter()
-    parts = file_parts([tmp_path], "text", passed_over)
-    assert {part.split for part in parts} == splits
+    found = file_parts([tmp_path], "text", passed_over)
+    assert {part.split for part in found} == splits
     assert passed_over["in no split"] == ("more/c.jsonl" in names)
 
 
@@ -167,17 +167,17 @@ def test_several_sources_keep_their_names_apart(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.jsonl").write_text('{"text": "x"}\n')
-    parts = file_parts([tmp_path / "a" / "x.jsonl", tmp_path / "b"], "text", Counter())
-    assert [list(part.hashes()) for part in parts] == [["a/x.jsonl"], ["b/x.jsonl"]]
+    found = file_parts([tmp_path / "a" / "x.jsonl", tmp_path / "b"], "text", Counter())
+    assert [list(part.hashes()) for part in found] == [["a/x.jsonl"], ["b/x.jsonl"]]
 
 
 def test_hashes_are_those_of_the_files(tmp_path):
     import hashlib
 
     write_parquet(tmp_path, ["x"] * 20)
-    parts = file_parts([tmp_path], "text", Counter())
+    found = file_parts([tmp_path], "text", Counter())
     expected = hashlib.sha256((tmp_path / "texts.parquet").read_bytes()).hexdigest()
-    assert [part.hashes() for part in parts] == [{"texts.parquet": expected}] + [{}] * (len(parts) - 1)
+    assert [part.hashes() for part in found] == [{"texts.parquet": expected}] + [{}] * (len(found) - 1)
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
