@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from elastic_memory.model import memory_file
+from elastic_memory.model.decoder import Decoder
 from elastic_memory.model.stream import LayerStream, Segment
 from elastic_memory.shapes import Int, Tensor
 
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
 class MemoryCache(Cache):
     """State, open block and clock of each row of a batch.
 
+    `static=True` keeps room for a whole block from the beginning, and decodes single tokens by a CUDA graph.
+
     Pass it as `past_key_values`. A cache of one row given to a call with several rows is forked for each of them: one
     book, many questions.
     """
 
-    def __init__(self, model: "MemoryCausalLM"):
+    def __init__(self, model: "MemoryCausalLM", static: bool = False):
         super().__init__(layers=[])
-        self.model = model
+        self.model, self.static = model, static
         backbone = model.base_model
         self.memories = [layer.memory for layer in backbone.layers]
         self.locality = backbone.layers[0].locality
@@ -42,6 +45,7 @@ class MemoryCache(Cache):
         self.opened: list[int] = []  # tokens in the open block, by row
         self.columns = 0  # columns fed so far, padding included
         self.tokens: Tensor | None = None  # ids of the open block
+        self.decoder: Decoder | None = None
 
     # -- clock ---------------------------------------------------------------------------------------------------------
 
@@ -134,6 +138,7 @@ class MemoryCache(Cache):
         chosen = rows.tolist()
         self.seen, self.opened = [self.seen[row] for row in chosen], [self.opened[row] for row in chosen]
         self.tokens = None if self.tokens is None else self.tokens[rows.to(self.tokens.device)]
+        self.decoder = None
         for stream in self.streams:
             stream.select(rows)
 
@@ -144,6 +149,7 @@ class MemoryCache(Cache):
         copy.seen, copy.opened = list(self.seen), list(self.opened)
         copy.tokens = None if self.tokens is None else self.tokens.clone()
         copy.streams = [stream.fork() for stream in self.streams]
+        copy.decoder = None
         return copy
 
     def rollback(self, tokens: int) -> None:
@@ -157,6 +163,7 @@ class MemoryCache(Cache):
             )
         self.opened = [opened - tokens for opened in self.opened]
         self.columns -= tokens
+        self.decoder = None
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -168,9 +175,9 @@ class MemoryCache(Cache):
         memory_file.save(self, Path(path), exact)
 
     @classmethod
-    def load(cls, path: str | Path, model: "MemoryCausalLM", force: bool = False) -> Self:
+    def load(cls, path: str | Path, model: "MemoryCausalLM", force: bool = False, static: bool = False) -> Self:
         """Read a memory file. Another model's is refused; `force=True` accepts other weights if all shapes agree."""
-        cache = cls(model)
+        cache = cls(model, static)
         memory_file.load(cache, Path(path), force)
         return cache
 

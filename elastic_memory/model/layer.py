@@ -247,6 +247,31 @@ class MemoryLayer(GradientCheckpointingLayer):
         stream.append(segment, output=output)
         return output
 
+    def decode(
+        self,
+        hidden: Float[Tensor, "batch 1 width"],
+        rope: tuple[Tensor, Tensor],
+        positions: Int[Tensor, "batch 1"],
+        buffers: dict[str, Tensor],
+        front: int,
+        mask: Bool[Tensor, "batch 1 1 column"],
+        reading: Reading | None,
+        visible: Bool[Tensor, "batch column"] | None,
+    ) -> Float[Tensor, "batch 1 width"]:
+        """One token of each row, on buffers with room for a whole block: tensors in, tensors out, no Python state."""
+        attention = self.self_attn
+        query, key, value = attention.project(self.input_layernorm(hidden))
+        rotated, rotated_key = (rotate(x, *rope).to(x.dtype) for x in (query, key))
+        place = positions[:, None, :, None].expand_as(key)
+        for name, new, offset in (("key", rotated_key, front), ("value", value, front), ("raw", key, 0)):
+            if name in buffers:
+                buffers[name].scatter_(2, place + offset, new.to(buffers[name].dtype))
+        mixed = attention.mix(query, rotated, buffers["key"], buffers["value"], reading, mask, visible)
+        output = self._finish(hidden, mixed)
+        if "output" in buffers:
+            buffers["output"].scatter_(1, positions[:, :, None].expand_as(output), output)
+        return output
+
     def close(self, rope: Rope, stream: LayerStream, rows: list[int], seen: int) -> None:
         """Fold the complete open block of some rows, which began at token `seen`, into memory, and open the next."""
         size = self.locality.block_size

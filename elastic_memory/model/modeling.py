@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from elastic_memory.memory import MEMORIES, Memory
 from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
+from elastic_memory.model.decoder import Decoder
 from elastic_memory.model.layer import MemoryLayer, Rope
 from elastic_memory.model.loss import next_token_loss
 from elastic_memory.model.padding import PaddedRotary, pad_heads
@@ -97,6 +98,9 @@ class MemoryBackbone:
         source = ids if ids is not None else embeds
         batch, columns = source.shape[:2]
         cache.begin(batch, source.device)
+        if cache.static and columns == 1 and ids is not None:
+            return self._decode(ids, cache)
+        cache.decoder = None
         rows = _padded_rows(mask, columns)
         lengths = rows.lengths if rows else [columns] * batch
         aligned = rows.align(source) if rows else source
@@ -105,11 +109,7 @@ class MemoryBackbone:
 
         done, pieces = [0] * batch, []
         while any(length > start for start, length in zip(done, lengths, strict=True)):
-            wanting = [length > start for start, length in zip(done, lengths, strict=True)]
-            for seen, full in cache.full_rows(wanting).items():
-                for layer, stream in zip(self.layers, cache.streams, strict=True):
-                    layer.close(rope, stream, full, seen)
-                cache.closed(full)
+            self._close_full([length > start for start, length in zip(done, lengths, strict=True)], rope, cache)
             takes = [
                 min(cache.block_size - opened, length - start)
                 for opened, start, length in zip(cache.opened, done, lengths, strict=True)
@@ -126,6 +126,28 @@ class MemoryBackbone:
                 pieces = _newest(pieces, keep)
         cache.columns += columns
         return self.norm(_assemble(pieces, rows, columns, keep))
+
+    def _close_full(self, wanting: list[bool], rope: Rope, cache: MemoryCache) -> bool:
+        """Fold the complete open blocks of rows that have more to read into memory."""
+        groups = cache.full_rows(wanting)
+        for seen, full in groups.items():
+            for layer, stream in zip(self.layers, cache.streams, strict=True):
+                layer.close(rope, stream, full, seen)
+            cache.closed(full)
+        return bool(groups)
+
+    def _decode(self, ids: Int[Tensor, "batch 1"], cache: MemoryCache) -> Float[Tensor, "batch 1 width"]:
+        """One token of each row by the cache's decoder, which is filled anew whenever blocks close."""
+        retrieval = [layer.memory.retrieval for layer in self.layers]
+        if cache.decoder is None or cache.block_size in cache.opened or cache.decoder.retrieval != retrieval:
+            rope = self.rope()
+            cache.refresh(rope)
+            self._close_full([True] * len(ids), rope, cache)
+            cache.decoder = Decoder.fill(self, cache, ids, cache.decoder)
+        hidden = cache.decoder(ids)
+        cache.opened = [opened + 1 for opened in cache.opened]
+        cache.columns += 1
+        return hidden
 
 
 def _padded_rows(mask: Tensor | None, columns: int) -> Rows | None:

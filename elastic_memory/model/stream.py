@@ -36,16 +36,11 @@ class Segment:
         memory, before = stream.memory_columns, stream.front - stream.memory_columns
         key = (memory, before, tuple(stream.counts))
         if key not in self.masks:
-            device = self.positions.device
-            query = self.positions[:, :, None]
+            rows, device = len(self.positions), self.positions.device
+            seen, counts = (torch.tensor(x, device=device)[:rows, None] for x in (self.seen, stream.counts))
             local = torch.arange(-before, max(self.opened) + self.width, device=device)
-            seen = torch.tensor(self.seen, device=device)[: len(self.positions), None, None]
-            visible = (local <= query) & ((local >= 0) | (seen > 0))
-            if self.window is not None:
-                visible &= query - local < self.window
-            counts = torch.tensor(stream.counts, device=device)[: len(self.positions), None, None]
-            remembered = (torch.arange(memory, device=device) < counts).expand(-1, self.width, -1)
-            self.masks[key] = torch.cat((remembered, visible), dim=2).unsqueeze(1)
+            columns = torch.arange(memory, device=device)
+            self.masks[key] = column_mask(self.positions, local, columns < counts, seen > 0, self.window)
         return self.masks[key]
 
 
@@ -96,6 +91,24 @@ class LayerStream:
                     -1, *[1] * (axis - 1), segment.width, *[1] * (tensor.ndim - axis - 1)
                 )
                 buffer.scatter_(axis, index.expand_as(tensor), tensor)
+
+    def room(self, tokens: int, backbone: Any) -> dict[str, Tensor]:
+        """All buffers, with room for exactly `tokens` open tokens behind the front."""
+        geometry, weight = self.memory.geometry, backbone.embed_tokens.weight
+        rooms = {}
+        for name in self.kept:
+            front = self.front if name in ("key", "value") else 0
+            heads, axis = (len(self.counts), geometry.kv_heads, front + tokens, geometry.head_dim), 2
+            if name == "output":
+                heads, axis = (len(self.counts), tokens, geometry.width), 1
+            rooms[name] = weight.new_zeros(heads)
+            old = self.open.get(name)
+            if old is not None:
+                kept = min(old.shape[axis], front + tokens)
+                rooms[name].narrow(axis, 0, kept).copy_(old.narrow(axis, 0, kept))
+            elif front:
+                rooms[name].narrow(axis, 0, front).copy_(self._front(name))
+        return rooms
 
     def _room(self, name: str, like: Tensor, axis: int, front: int, tokens: int) -> Tensor:
         """The buffer called `name`, with room for `tokens` open tokens behind its front columns."""
@@ -225,6 +238,22 @@ class LayerStream:
     def tensors(self) -> list[Tensor]:
         """Everything it holds."""
         return [*self.state, *(self.reading or ()), *(self.window or ()), *self.open.values()]
+
+
+def column_mask(
+    positions: Int[Tensor, "row token"],
+    local: Int[Tensor, " column"],
+    remembered: Bool[Tensor, "row memory"],
+    begun: Bool[Tensor, "row 1"],
+    window: int | None,
+) -> Bool[Tensor, "row 1 token all"]:
+    """Who sees what, by position in the block: `local` are those of previous and open block; rows in block 0 have none."""
+    query = positions[:, :, None]
+    visible = (local <= query) & ((local >= 0) | begun[:, :, None])
+    if window is not None:
+        visible = visible & (query - local < window)
+    front = remembered[:, None].expand(-1, positions.shape[1], -1)
+    return torch.cat((front, visible), dim=2).unsqueeze(1)
 
 
 def _put(old: Tensor, rows: list[int], new: Tensor) -> Tensor:

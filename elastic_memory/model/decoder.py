@@ -1,0 +1,119 @@
+"""Decoding at full speed: one token of each row on buffers that never move, as a CUDA graph where there is a GPU.
+
+Inside a block nothing changes but tensors: the token, its position, one more column of keys and values. So a step is
+captured once and replayed; when blocks close, the buffers are filled anew.
+"""
+
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from elastic_memory.model.stream import column_mask
+from elastic_memory.shapes import Float, Int, Tensor
+
+if TYPE_CHECKING:
+    from elastic_memory.model.cache import MemoryCache
+
+
+class Decoder:
+    """A captured step of `backbone` on the open blocks of `cache`."""
+
+    def __init__(self, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"]):
+        if cache.locality.kind == "full":
+            raise ValueError("a static cache needs blocks; local_attention='full' has none")
+        self.backbone, self.streams, self.size = backbone, cache.streams, cache.block_size
+        self.window = cache.block_size if cache.locality.sliding else None
+        self.ids = ids.clone()
+        self.positions = torch.zeros_like(ids)
+        self.tokens = ids.new_zeros(len(ids), self.size)
+        self.rope = backbone.rope().at(torch.arange(self.size, device=ids.device))
+        self.begun = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device)
+        self.remembered = [self._remembered(stream) for stream in self.streams]
+        self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
+        self.readings = [stream.reading and tuple(part.clone() for part in stream.reading) for stream in self.streams]
+        self.shapes = self._shapes(cache)
+        self.graph: Any = None
+
+    @classmethod
+    def fill(cls, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"], old: Self | None) -> Self:
+        """A decoder that continues `cache`: the `old` one with new contents, if its shapes still fit."""
+        decoder = old if old is not None and old.shapes == old._shapes(cache) else cls(backbone, cache, ids)
+        decoder._take(cache)
+        if decoder.graph is None and ids.is_cuda:
+            decoder._capture()
+            decoder._take(cache)  # capturing ran the step
+        return decoder
+
+    def __call__(self, ids: Int[Tensor, "batch 1"]) -> Float[Tensor, "batch 1 width"]:
+        """Hidden states of the next token of each row."""
+        self.ids.copy_(ids)
+        if self.graph is None:
+            return self._step()
+        self.graph.replay()
+        return self.hidden.clone()
+
+    def _step(self) -> Float[Tensor, "batch 1 width"]:
+        self.tokens.scatter_(1, self.positions, self.ids)
+        rope = tuple(table[0][self.positions] for table in self.rope)
+        hidden, masks = self.backbone.embed_tokens(self.ids), {}
+        for index, (layer, stream) in enumerate(zip(self.backbone.layers, self.streams, strict=True)):
+            memory, before = stream.memory_columns, stream.front - stream.memory_columns
+            if (memory, before) not in masks:
+                local = torch.arange(-before, self.size, device=self.ids.device)
+                remembered = self.remembered[index][:, :memory]
+                masks[memory, before] = column_mask(self.positions, local, remembered, self.begun, self.window)
+            visible = None if stream.memory.joins else self.remembered[index]
+            hidden = layer.decode(
+                hidden, rope, self.positions, self.buffers[index], stream.front, masks[memory, before],
+                self.readings[index], visible,
+            )  # fmt: skip
+        self.positions.add_(1)
+        return self.backbone.norm(hidden)
+
+    def _capture(self) -> None:
+        """Warm up on a stream of its own, as CUDA graphs ask, then record."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.positions.zero_()
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        self.positions.zero_()
+        with torch.cuda.graph(self.graph):
+            self.hidden = self._step()
+
+    def _take(self, cache: "MemoryCache") -> None:
+        """Copy what the cache holds into the buffers, and let the cache hold the buffers."""
+        self.retrieval = [layer.memory.retrieval for layer in self.backbone.layers]
+        self.positions.copy_(torch.tensor(cache.opened)[:, None])
+        self.begun.copy_(torch.tensor(cache.seen)[:, None] > 0)
+        if cache.tokens is not None:
+            width = min(cache.tokens.shape[1], self.size)
+            self.tokens[:, :width].copy_(cache.tokens[:, :width])
+        cache.tokens = self.tokens
+        for index, stream in enumerate(cache.streams):
+            for name, tensor in stream.room(self.size, self.backbone).items():
+                self.buffers[index][name].copy_(tensor)
+            stream.open = self.buffers[index]
+            self.remembered[index].copy_(self._remembered(stream))
+            if stream.reading:
+                for ours, theirs in zip(self.readings[index], stream.reading, strict=True):
+                    ours.copy_(theirs)
+
+    @staticmethod
+    def _remembered(stream: Any) -> Tensor:
+        """Which columns of its reading each row has."""
+        columns = stream.reading[0].shape[2] if stream.reading else 0
+        device = stream.state[0].device if stream.state else None
+        counts = torch.tensor(stream.counts, device=device)
+        return torch.arange(columns, device=device) < counts[:, None]
+
+    @staticmethod
+    def _shapes(cache: "MemoryCache") -> list[Any]:
+        """What a captured step depends on."""
+        return [
+            (len(stream.counts), stream.front, [part.shape for part in stream.reading or ()])
+            for stream in cache.streams
+        ]

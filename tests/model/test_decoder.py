@@ -1,0 +1,79 @@
+"""Static caches: the same logits, on buffers that never move."""
+
+import pytest
+import torch
+
+import elastic_memory as em
+from elastic_memory.memory import MEMORIES
+from tests.conftest import small_model
+
+
+def decode(model, cache, ids):
+    with torch.no_grad():
+        return torch.cat([model(x, past_key_values=cache).logits for x in ids.split(1, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("prompt", [0, 5, 8, 19])
+def test_decoding_is_one_call(memory, prompt, ids):
+    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
+    model = small_model(memory, **overrides) if memory != "none" else small_model("none")
+    cache = em.MemoryCache(model, static=True)
+    with torch.no_grad():
+        expected = model(ids).logits
+        if prompt:
+            model(ids[:, :prompt], past_key_values=cache)
+    torch.testing.assert_close(decode(model, cache, ids[:, prompt:]), expected[:, prompt:], atol=1e-4, rtol=0)
+    assert cache.clock == [45, 45]
+
+
+@pytest.mark.parametrize("local", ["block", "sliding"])
+def test_rows_with_their_own_clocks(local, ids):
+    model = small_model(local_attention=local)
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    following = torch.randint(1, 61, (2, 20), generator=torch.Generator().manual_seed(3))
+    cache = em.MemoryCache(model, static=True)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        logits = decode(model, cache, following)
+        for row, start in enumerate((0, 13)):
+            alone = model(torch.cat((ids[row, start:], following[row]))[None]).logits[0, 45 - start :]
+            torch.testing.assert_close(logits[row], alone, atol=1e-4, rtol=0)
+
+
+def test_everything_else_a_cache_can_do(model, ids, tmp_path):
+    """Single tokens, then many; forks, rollbacks, files and beams in between."""
+    cache = em.MemoryCache(model, static=True)
+    with torch.no_grad():
+        expected = model(ids).logits
+        decode(model, cache, ids[:, :11])
+        fork = cache.fork()
+        many = model(ids[:, 11:20], past_key_values=cache).logits
+        torch.testing.assert_close(many, expected[:, 11:20], atol=1e-4, rtol=0)
+        torch.testing.assert_close(decode(model, fork, ids[:, 11:20]), expected[:, 11:20], atol=1e-4, rtol=0)
+        fork.rollback(2)
+        torch.testing.assert_close(decode(model, fork, ids[:, 18:30]), expected[:, 18:30], atol=1e-4, rtol=0)
+        fork.save(tmp_path / "memory")
+        loaded = em.MemoryCache.load(tmp_path / "memory", model, static=True)
+        torch.testing.assert_close(decode(model, loaded, ids[:, 30:]), expected[:, 30:], atol=1e-4, rtol=0)
+    options = dict(max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)
+    for beams in (1, 3):
+        static = model.generate(ids, past_key_values=em.MemoryCache(model, static=True), num_beams=beams, **options)
+        assert torch.equal(static, model.generate(ids, num_beams=beams, **options))
+
+
+def test_it_follows_the_retrieval_settings(model, ids):
+    cache, plain = em.MemoryCache(model, static=True), em.MemoryCache(model)
+    for each in (cache, plain):
+        decode(model, each, ids[:, :18])
+    model.set_retrieval(sampling="uniform", points=7)
+    torch.testing.assert_close(
+        decode(model, cache, ids[:, 18:30]), decode(model, plain, ids[:, 18:30]), atol=1e-4, rtol=0
+    )
+
+
+def test_full_attention_has_no_static_cache(ids):
+    model = small_model("none", local_attention="full")
+    with pytest.raises(ValueError, match="needs blocks"):
+        model(ids[:, :1], past_key_values=em.MemoryCache(model, static=True))

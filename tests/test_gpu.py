@@ -1,0 +1,75 @@
+"""What only a GPU can show: fused kernels, bf16, compiled graphs. `make test-gpu`."""
+
+import pytest
+import torch
+
+import elastic_memory as em
+from elastic_memory.attention import trapezoidal
+from elastic_memory.commands.selfcheck import checks
+from elastic_memory.memory import MEMORIES
+from elastic_memory.operators import Bank
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+def test_every_equivalence_of_selfcheck():
+    found = list(checks("cuda"))
+    assert not [(name, error) for name, error, bound in found if error > bound]
+
+
+@pytest.mark.parametrize("dim", [64, 90, 96, 128])
+@pytest.mark.parametrize("before", [0, 128, 512])
+def test_fused_attention_in_bf16(dim, before):
+    generator = torch.Generator("cuda").manual_seed(0)
+    make = lambda n: torch.randn(2, 8, n, dim, device="cuda", generator=generator)  # noqa: E731
+    query, key, value = make(512), make(512 + before), make(512 + before)
+    inputs = [x.bfloat16().requires_grad_() for x in (query, key, value)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    weight = make(512)
+    fast = trapezoidal(*inputs)
+    scores = exact[0] @ exact[1].mT / dim**0.5
+    mask = torch.ones(512, 512 + before, dtype=torch.bool, device="cuda").tril(before)
+    slow = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ exact[2]
+    assert (fast - slow).norm() / slow.norm() < 1e-2
+    ours = torch.autograd.grad((fast * weight).sum(), inputs)
+    theirs = torch.autograd.grad((slow * weight).sum(), exact)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() / b.norm() < 2e-2
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_compiled_layers_in_bf16(memory):
+    """Loss and gradients of the compiled training road, against eager float32."""
+    torch.manual_seed(0)
+    config = em.MemoryLlamaConfig.preset("tiny", memory=memory, block_size=128, initializer_range=0.05)
+    model = em.MemoryLlamaForCausalLM(config).cuda()
+    ids = torch.randint(0, 512, (2, 1024), device="cuda")
+    model(ids, labels=ids).loss.backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.compile_blocks()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - exact[name]).norm() / exact[name].norm().clamp(min=1e-6)
+        assert error < 0.1, (name, error)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("order", [540, 8640])
+def test_operators_are_those_of_the_cpu(order):
+    bank = Bank(order, 64, "exponential")
+    here, there = (bank.direct(2048, torch.device(device), torch.float32) for device in ("cpu", "cuda"))
+    assert (here - there.cpu()).abs().max() < 1e-5
+
+
+def test_memory_of_a_long_stream_is_flat():
+    model = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset("100m")).cuda().bfloat16().eval()
+    cache, held = em.MemoryCache(model), []
+    ids = torch.randint(0, 32000, (1, 2048), device="cuda")
+    for block in range(64):
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        if block in (3, 63):
+            held.append(torch.cuda.memory_allocated())
+    assert abs(held[1] - held[0]) < 2**20
