@@ -25,13 +25,17 @@ def build_config(recipe: Recipe) -> Any:
 def build_model(recipe: Recipe) -> Any:
     """A fresh model, its weights drawn from the recipe's seed."""
     transformers.set_seed(recipe.training.seed)
-    return em.MemoryLlamaForCausalLM(build_config(recipe))
+    model = em.MemoryLlamaForCausalLM(build_config(recipe))
+    if recipe.execution.compile:
+        model.compile_blocks()
+    return model
 
 
 def count_parameters(config: Any) -> int:
-    """Trainable numbers of a model, without making one."""
+    """Trainable numbers of a model, without making one and without the zeros that `pad_heads` adds."""
+    plain = type(config).from_dict(config.to_dict() | {"pad_heads": False})
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in em.MemoryLlamaForCausalLM(config).parameters())
+        return sum(parameter.numel() for parameter in em.MemoryLlamaForCausalLM(plain).parameters())
 
 
 def flops_per_token(config: Any, length: int) -> float:

@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainingArguments
 
 import elastic_memory as em
@@ -32,19 +31,12 @@ def memory_norms(model: Any, sample: Int[Tensor, "1 token"]) -> dict[str, float]
     }
 
 
-def memories(model: nn.Module) -> dict[int, Any]:
-    """The memory modules of a model that carry state, by layer."""
-    layers = getattr(model.model, "layers", [])
-    found = {i: getattr(layer.self_attn, "memory", None) for i, layer in enumerate(layers)}
-    return {i: memory for i, memory in found.items() if memory is not None and memory.start(1)}
-
-
 class Measures:
     """Collects one step's numbers."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, args: TrainingArguments) -> None:
+    def __init__(self, model: Any, recipe: Recipe, args: TrainingArguments) -> None:
         self.recipe = recipe
-        self.memories = memories(model)
+        self.memories = model.memories
         peak = peak_flops(device_name(args.device))
         flops = flops_per_token(model.config, recipe.training.length)
         self.tokens_at_peak = peak * args.world_size / flops if peak else None

@@ -18,7 +18,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from elastic_memory.data import Samples, samples
 from elastic_memory.data.folders import locked
 from elastic_memory.training import checkpoints
-from elastic_memory.training.build import build_model
+from elastic_memory.training.build import build_model, count_parameters
 from elastic_memory.training.callbacks import console
 from elastic_memory.training.card import model_card
 from elastic_memory.training.corpus import data_hash, fit, tokenizer_sha256
@@ -246,8 +246,7 @@ class Session:
         if is_main():
             staged = run.folder / ".model.saving"
             shutil.rmtree(staged, ignore_errors=True)
-            model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-            model.save_pretrained(staged, state_dict=state)
+            trainer.network.save_pretrained(staged, state_dict=state)
             shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
             write_json(staged / "training.json", result)
             write_text(staged / "README.md", model_card(run.recipe, result))
@@ -270,7 +269,7 @@ class Session:
             "steps": len(lines),
             "tokens": len(lines) * run.recipe.training.batch_tokens,
             "final_loss": statistics.fmean(last) if last else None,
-            "parameters": sum(p.numel() for p in trainer.network.parameters()),
+            "parameters": count_parameters(trainer.network.config),
             "tokens_per_second": statistics.median(speeds),
             "mfu": statistics.median(mfu) if mfu else None,
             "data_share": statistics.median(line["data_share"] for line in lines),

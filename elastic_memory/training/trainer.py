@@ -38,7 +38,6 @@ def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
         seed=training.seed,
         full_determinism=execution.deterministic,
         use_cpu=execution.device == "cpu",
-        torch_compile=execution.compile,
         gradient_checkpointing=execution.gradient_checkpointing,
         train_sampling_strategy="sequential",
         dataloader_drop_last=True,

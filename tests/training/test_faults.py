@@ -1,0 +1,191 @@
+"""Whole processes, killed, starved and doubled. The quick cases run always, the long ones with `make test-faults`."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from elastic_memory.training import checkpoints
+from elastic_memory.training.recipe import load_recipe
+from elastic_memory.training.session import Resume, train
+
+from .conftest import QUICK, RECIPES, same_weights
+from .test_session import events, lines, only_run
+
+RECIPE = RECIPES / "smoke" / "elastic.yaml"
+COMMAND = [sys.executable, "-c", "from elastic_memory.cli import main; main()", "train", str(RECIPE)]
+SET = [word for key in QUICK for word in ("--set", key)]
+
+
+def start(corpus, out, *options, launcher=()):
+    command = [*launcher, *COMMAND, "--data", str(corpus), "--out", str(out), *SET, *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def child(function):
+    """Run a function in a forked process, which has everything imported already."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+            function()
+            code = 0
+        except SystemExit as error:
+            code = error.code
+        except BaseException as error:
+            code = 42 if "could not be written" in str(error) else 99
+        finally:
+            os._exit(code)
+    return pid
+
+
+def exit_code(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_and_resume(recipe, corpus, out, kills, inside, seed):
+    """Kill -9 at random moments, `inside` of them while a checkpoint is being written; then let it finish."""
+    draw, hit = random.Random(seed), 0
+
+    def saving():
+        return any(out.glob(f"smoke-*/checkpoints/{checkpoints.STAGING}/checkpoint-*"))
+
+    def starts():
+        return sum(len(events(run, "start")) for run in out.glob("smoke-*") if (run / "events.jsonl").exists())
+
+    for number in range(kills):
+        before, early = starts(), draw.random() < 0.2  # early: before the first step, at its build or its search
+        pid = child(lambda: train(recipe, corpus, out, Resume(allowed=True)))
+        while not (early and number >= inside) and not (starts() > before and (number >= inside or saving())):
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it finished before all kills were spent"
+            time.sleep(0.0005)
+        time.sleep(draw.uniform(0, 0.004 if number < inside else 0.3))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        hit += number < inside and saving()
+    assert exit_code(child(lambda: train(recipe, corpus, out, Resume(allowed=True)))) == 0
+    return hit
+
+
+@pytest.mark.parametrize(
+    ("steps", "kills", "inside"),
+    [
+        pytest.param(30, 4, 2, id="four"),
+        pytest.param(200, 50, 24, id="fifty", marks=pytest.mark.faults),
+    ],
+)
+def test_killed_at_any_moment_the_run_ends_in_the_same_bits(corpus, tmp_path, steps, kills, inside):
+    changes = {"training.tokens": 512 * steps, "execution.save_every": 2}
+    recipe = load_recipe(RECIPE, QUICK).replace(**changes)
+    train(recipe, corpus, tmp_path / "whole")
+    hit = kill_and_resume(recipe, corpus, tmp_path / "killed", kills, inside, seed=steps)
+    whole, killed = only_run(tmp_path / "whole"), only_run(tmp_path / "killed")
+    print(f"{len(events(killed, 'start'))} starts, {hit} kills inside a save")
+    assert hit >= inside * 0.8
+    assert same_weights(whole, killed)
+    assert [line["step"] for line in lines(killed)] == list(range(1, steps + 1))
+    assert [line["loss"] for line in lines(killed)] == [line["loss"] for line in lines(whole)]
+
+
+def test_a_full_disk_stops_the_run_and_spares_what_was_saved(quick, corpus, tmp_path):
+    def starved(limit):
+        def run():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            train(quick, corpus, tmp_path, Resume(allowed=True))
+
+        return run
+
+    train(quick, corpus, tmp_path / "whole")
+    assert exit_code(child(starved(100_000))) == 42
+    run = only_run(tmp_path)
+    assert checkpoints.steps(run / "checkpoints") == []
+    assert not (run / "checkpoints" / checkpoints.STAGING).exists()
+    train(quick, corpus, tmp_path, Resume(allowed=True))
+    assert same_weights(run, only_run(tmp_path / "whole"))
+
+
+def test_from_the_command_line_a_signal_ends_a_run_cleanly(corpus, tmp_path):
+    long = ("--set", "training.tokens=1e6", "--set", "execution.save_every=1000")
+    process = start(corpus, tmp_path, *long)
+    while not list(tmp_path.glob("*/metrics.jsonl")):
+        time.sleep(0.05)
+        assert process.poll() is None, process.stderr.read()
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert time.monotonic() - begin < 30
+    assert "saved; add --resume to go on" in told
+    assert "Traceback" not in told
+    (step,) = checkpoints.steps(only_run(tmp_path) / "checkpoints")
+    assert len(lines(only_run(tmp_path))) == step
+    refused = start(corpus, tmp_path, *long)
+    _, told = refused.communicate(timeout=60)
+    assert (refused.returncode, told.count("\n")) == (2, 1)
+    assert f"stands at step {step} of" in told
+
+
+@pytest.mark.faults
+def test_two_processes_in_one_folder(corpus, tmp_path):
+    long = ("--set", "training.tokens=1e6")
+    first = start(corpus, tmp_path, *long)
+    while not list(tmp_path.glob("*/metrics.jsonl")):
+        time.sleep(0.05)
+    second = start(corpus, tmp_path, "--resume", *long)
+    _, told = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert f"in use by process {first.pid}" in told
+    first.kill()
+    first.communicate()
+    third = start(corpus, tmp_path, "--resume", *long)
+    while len(events(only_run(tmp_path), "start")) < 2:
+        time.sleep(0.05)
+    third.send_signal(signal.SIGINT)
+    third.communicate(timeout=30)
+    assert third.returncode == 130
+
+
+def launch(corpus, out, processes, *options):
+    run = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
+    process = start(corpus, out, *options, launcher=(*run, f"--nproc-per-node={processes}"))
+    _, told = process.communicate(timeout=300)
+    return process.returncode, told
+
+
+def test_two_processes_train_as_one_does(quick, corpus, tmp_path):
+    train(quick, corpus, tmp_path / "one")
+    code, told = launch(corpus, tmp_path / "two", 2)
+    assert code == 0, told[-3000:]
+    one, two = only_run(tmp_path / "one"), only_run(tmp_path / "two")
+    results = [json.loads((run / "result.json").read_text()) for run in (one, two)]
+    assert results[0]["sample_order"] == results[1]["sample_order"]
+    assert results[0]["tokens"] == results[1]["tokens"]
+    losses, norms = ([[line[key] for line in lines(run)] for run in (one, two)] for key in ("loss", "grad_norm"))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.faults
+def test_from_one_process_to_two_and_back_the_samples_stay(quick, corpus, tmp_path):
+    train(quick, corpus, tmp_path / "whole")
+    short = ("--set", "training.tokens=6144")
+    process = start(corpus, tmp_path / "moved", *short)
+    while not list((tmp_path / "moved").glob("*/checkpoints/step-*")):
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    code, told = launch(corpus, tmp_path / "moved", 2, "--resume")
+    assert code != 0
+    assert "processes: 1 -> 2" in told
+    code, told = launch(corpus, tmp_path / "moved", 2, "--resume", "--new-machine")
+    assert code == 0, told[-3000:]
+    losses = [[line["loss"] for line in lines(only_run(tmp_path / name))] for name in ("whole", "moved")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
