@@ -21,9 +21,10 @@ class Queue(NamedTuple):
 class MemorizingMemory(Memory):
     """A softmax over the queue beside the block's own, a gate per head between the two, gradients into the queue.
 
-    `order`: tokens in the queue. `combine`: gate, or joint for one softmax over queue and block, without gates.
-    `positions`: none, raw queries meet raw keys; query, rotated queries meet raw keys; full, both are rotated, keys to
-    their true distance. `detach_memory`: no gradient into the queue, as in the original.
+    `order`: tokens in the queue. `combine`: gate, or joint for one softmax over queue and block, without gates (and not
+    with sliding attention, which would count tokens twice). `positions`: none, raw queries meet raw keys; query,
+    rotated queries meet raw keys; full, both are rotated, keys to their true distance. `detach_memory`: no gradient
+    into the queue, as in the original.
     """
 
     source = "Memorizing Transformers (arXiv 2203.08913), without its kNN search"

@@ -12,7 +12,7 @@ class NoMemory(Memory):
     """Every block starts anew."""
 
     source = "Llama 3 (arXiv 2407.21783)"
-    phrase = "no memory: the baseline, and the layers in between"
+    phrase = "Transformer++: no memory, the baseline and the layers in between"
     reach = 0
 
     @classmethod

@@ -1,0 +1,142 @@
+"""The catalogue of memories, written from the registry and from models that are really built.
+
+python -m elastic_memory.report.catalogue        # in the root of the repository: docs/catalogue.md and the README
+"""
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_memory.memory import MEMORIES, Memory
+from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM
+
+SIZE = "100m"
+MULTIPLES = (1, 2, 4, 8, 16)
+
+INTRODUCTION = """\
+# Memories
+
+This page is written by `python -m elastic_memory.report.catalogue` from the registry `MEMORIES` and from the models
+themselves. All mechanisms live on the same backbone behind one contract (`memory/contract.py`), so that a comparison
+differs in the mechanism and in nothing else. Choose one with `memory=` of `MemoryLlamaConfig` and give its options in
+`memory_options`; `order`, `points`, `sampling` and `sampling_options` are settings of their own (`memory_order`,
+`memory_points`, `sampling`, `sampling_options`). Every memory takes `detach_every`: gradients are cut every so many
+blocks. Gates start half open; their learning rate is scaled by `gate_lr_scale` of a training recipe."""
+
+NOTE = f"""\
+At the {SIZE} preset and the paper's 1x. *State*: floats carried per sample, whole model. *Added*: parameters.
+*Training*: whether all blocks of a sample are read at once or one after another.
+"""
+
+
+def facts(name: str, multiple: int = 1) -> dict[str, Any] | None:
+    """What a model of the paper's size says of its memory; None if the mechanism has no such multiple."""
+    try:
+        config = MemoryLlamaConfig.preset(SIZE, memory=name, memory_multiple=multiple)
+    except ValueError:
+        return None
+    with torch.device("meta"):
+        model = MemoryLlamaForCausalLM(config)
+        memory = next(iter(model.memories.values()), model.model.layers[0].memory)
+    report = model.memory_report()
+    return {
+        "memory": memory,
+        "layers": [line["layer"] for line in report],
+        "counted": sum(line["state_floats"] for line in report),
+        "carried": sum(line["carried_floats"] for line in report),
+        "added": sum(line["extra_parameters"] for line in report),
+        "whole": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def overview() -> str:
+    """One line per mechanism."""
+    rows = []
+    for name in MEMORIES:
+        known = facts(name)
+        assert known is not None
+        memory, layers = known["memory"], known["layers"]
+        rows.append(
+            [
+                f"`{name}`",
+                memory.phrase,
+                memory.source,
+                f"{known['carried']:,}",
+                f"{known['added']:,}",
+                "all" if len(layers) == memory.geometry.layers else ", ".join(map(str, layers)) or "none",
+                _reach(memory),
+                "parallel" if memory.parallel else "sequential",
+            ]
+        )
+    columns = ["memory", "in a phrase", "source", "state", "added", "layers", "reach", "training"]
+    return f"{_table(columns, rows)}\n\n{NOTE}"
+
+
+def page() -> str:
+    """docs/catalogue.md."""
+    parts = [INTRODUCTION, overview().rstrip()]
+    parts += [_section(name, kind) for name, kind in MEMORIES.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(name: str, kind: type[Memory]) -> str:
+    known = [(multiple, found) for multiple in MULTIPLES if (found := facts(name, multiple))]
+    memory = known[0][1]["memory"]
+    lines = [f"## {name}", f"{inspect.getdoc(kind)}", f"Source: {kind.source}."]
+    if known[0][1]["counted"]:
+        sizes = [
+            [f"{multiple}x", f"{it['counted']:,}", f"{it['carried']:,}", f"{it['added']:,}", f"{it['whole']:,}"]
+            for multiple, it in known
+        ]
+        lines.append(_table(["size", "floats, as the paper counts", "carried", "added parameters", "all"], sizes))
+    lines.append("Options: " + (", ".join(options(kind)) or "none") + ".")
+    undefined = [
+        f"{setting} is refused: {reason}."
+        for setting, reason in (
+            ('`local_attention="sliding"`', memory.no_sliding),
+            ("`pad_heads`", memory.no_padding),
+        )
+        if reason
+    ]
+    return "\n\n".join(lines + undefined)
+
+
+def options(kind: type[Memory]) -> Iterable[str]:
+    """A mechanism's options and their defaults."""
+    for option in inspect.signature(kind.__init__).parameters.values():
+        if option.name not in ("self", "geometry", "detach_every"):
+            yield f"`{option.name}={option.default!r}`"
+
+
+def _reach(memory: Memory) -> str:
+    if memory.reach is None:
+        return "whole history"
+    return f"{memory.reach:,} tokens before the block" if memory.reach else "its own block"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *rows))
+
+
+def write(root: Path) -> None:
+    """Bring docs/catalogue.md and the README's table up to date."""
+    (root / "docs" / "catalogue.md").write_text(page(), encoding="utf-8")
+    readme = root / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    readme.write_text(insert(text, overview()), encoding="utf-8")
+
+
+def insert(text: str, table: str) -> str:
+    """`text` with `table` between the marks that say where the catalogue belongs."""
+    marked = re.compile("(?<=<!-- catalogue -->\n).*?(?=<!-- /catalogue -->)", re.DOTALL)
+    if not marked.search(text):
+        raise ValueError("no place for the catalogue: <!-- catalogue --> and <!-- /catalogue --> must mark it")
+    return marked.sub(lambda _: table, text)
+
+
+if __name__ == "__main__":
+    write(Path.cwd())
