@@ -247,7 +247,7 @@ def column_mask(
     begun: Bool[Tensor, "row 1"],
     window: int | None,
 ) -> Bool[Tensor, "row 1 token all"]:
-    """Who sees what: `local` are the positions of the previous block, which block 0 does not have, and of the open one."""
+    """Who sees what: `local` are positions of the previous block, which block 0 does not have, and of the open one."""
     query = positions[:, :, None]
     visible = (local <= query) & ((local >= 0) | begun[:, :, None])
     if window is not None:
