@@ -61,7 +61,7 @@ def generate(
     if tokens:
         torch.manual_seed(seed)
         # The newest token is read again, for its logits.
-        newest = cache.tokens[:, cache.opened[0] - 1 : cache.opened[0]]
+        newest = cache.tokens[:, cache.opened[0] - 1 : cache.opened[0]]  # type: ignore[index]
         cache.rollback(1)
         model.generate(
             newest,
@@ -69,7 +69,7 @@ def generate(
             max_new_tokens=tokens,
             do_sample=temperature > 0,
             pad_token_id=0,
-            streamer=TextStreamer(_Decoder(encoder), skip_prompt=True),
+            streamer=TextStreamer(_Decoder(encoder), skip_prompt=True),  # type: ignore[arg-type]
             **({"temperature": temperature, "top_p": top_p} if temperature > 0 else {}),
         )
     if memory:

@@ -47,7 +47,7 @@ class ElasticMemory(Memory):
         """Order, points and sampling."""
         return self.bank
 
-    def set_retrieval(
+    def set_retrieval(  # type: ignore[override]
         self,
         sampling: str | Callable[..., Tensor] | None = None,
         points: int | None = None,

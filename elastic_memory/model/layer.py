@@ -177,8 +177,8 @@ class MemoryLayer(GradientCheckpointingLayer):
 
         mixed = []
         for first, last, reading in _spans(query.shape[1], readings, apart=len(readings) > 0 or self.locality.sliding):
-            parts = [x[:, first:last].flatten(0, 1) for x in (query, rotated, rotated_key, value)]
-            window, mask = parts[2:], None
+            raw, turned, *window = (x[:, first:last].flatten(0, 1) for x in (query, rotated, rotated_key, value))
+            mask = None
             if previous is not None and first > 0:
                 before = [x[:, first - 1 : last - 1].flatten(0, 1) for x in (previous, value)]
                 window = [torch.cat(pair, dim=2) for pair in zip(before, window, strict=True)]
@@ -187,7 +187,7 @@ class MemoryLayer(GradientCheckpointingLayer):
                 front = columns[0].shape[2] - window[0].shape[2]
                 mask = window_mask(size, window[0].shape[2] - size, size, hidden.device)
                 mask = torch.cat((mask.new_ones(size, front), mask), dim=1)
-            block = attention.mix(*parts[:2], *columns, reading, mask)
+            block = attention.mix(raw, turned, *columns, reading, mask)
             mixed.append(block.unflatten(0, (-1, last - first)))
         joined = torch.cat(mixed, dim=1) if len(mixed) > 1 else mixed[0]
         # [batch, block, head, token, dim] -> [batch, head, token, dim]

@@ -208,7 +208,8 @@ def _expected(
     cache: "MemoryCache", batch: int, longest: int, described: dict[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The tensors a file of this model must hold; whether it was saved `exact`, it may choose."""
-    config, expected = cache.model.config, {}
+    config = cache.model.config
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     exact = any(".open." in name for name in described)
     names = {torch_type: name for name, torch_type in DTYPES.items()}
     dtype = names[cache.model.dtype]

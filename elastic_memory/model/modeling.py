@@ -23,7 +23,11 @@ from elastic_memory.shapes import Float, Int, Tensor
 LOGITS_AT_MOST = 8192
 
 
-class MemoryBackbone:
+# What a mixin is mixed into: a model of transformers, of whichever family.
+_Model: Any = object
+
+
+class MemoryBackbone(_Model):
     """Mixin for `LlamaModel` and its kind: embedding, layers with memory, norm."""
 
     def rope(self) -> Rope:
@@ -51,7 +55,7 @@ class MemoryBackbone:
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if kwargs.get("output_attentions"):
             raise ValueError("output_attentions: fused attention kernels do not return their weights")
-        source = input_ids if input_ids is not None else inputs_embeds
+        source: Any = input_ids if input_ids is not None else inputs_embeds
         if source.shape[1] == 0:
             raise ValueError("no tokens: give at least one column")
         if attention_mask is not None and attention_mask.ndim != 2:
@@ -95,7 +99,7 @@ class MemoryBackbone:
         """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length."""
         if not isinstance(cache, MemoryCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; this model needs a MemoryCache(model)")
-        source = ids if ids is not None else embeds
+        source: Any = ids if ids is not None else embeds
         batch, columns = source.shape[:2]
         cache.begin(batch, source.device)
         if cache.static and columns == 1 and ids is not None:
@@ -193,7 +197,7 @@ def _assemble(pieces: list, rows: Rows | None, columns: int, keep: int) -> Tenso
     return hidden[:, -keep:]
 
 
-class MemoryCausalLM:
+class MemoryCausalLM(_Model):
     """Mixin for `LlamaForCausalLM` and its kind: loss without logits, caches, retrieval settings, accounting."""
 
     def forward(
@@ -334,7 +338,7 @@ def install(backbone: Any, settings: MemorySettings) -> None:
     backbone.layers = nn.ModuleList(kept)
 
 
-class _Initialised:
+class _Initialised(_Model):
     """Weights as Llama initialises them, memories as they say themselves; or those of a file, if they fit."""
 
     _no_split_modules = ("MemoryLayer",)
