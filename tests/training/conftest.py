@@ -29,11 +29,12 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def write_corpus(folder: Path) -> Path:
     """Rows of 128 bytes, from sentences that repeat enough to be learnt."""
-    folder, words = (
-        tmp_path_factory.mktemp("corpus"),
-        ["the", "sea", "kept", "its", "own", "slow", "book", "of", "days", "and", "ships"],
-    )
+    words = ["the", "sea", "kept", "its", "own", "slow", "book", "of", "days", "and", "ships"]
     for i in range(12):
         draw = random.Random(i)
         (folder / f"{i}.txt").write_text(" ".join(draw.choice(words) for _ in range(400)))
