@@ -1,9 +1,9 @@
 """Streams of any length in constant memory: time and bytes at 2k to 1M tokens of history.
 
-    python benchmarks/streaming.py --preset tiny --lengths 2048 32768 262144 1048576 --out benchmarks/results/streaming-cpu.json
+    python benchmarks/streaming.py --preset tiny --out benchmarks/results/streaming-cpu.json
     python benchmarks/streaming.py --preset 100m --batches 1 64 --full --out ...       # on a GPU
 
-For each length: prefill tokens/s, decode tokens/s averaged over a whole block, bytes of the cache (with a full block open,
+For each length: prefill tokens/s, decode tokens/s averaged over a whole block, bytes of the cache (with a block open,
 and of the memory file), bytes the device holds. `--full` adds full attention with a KV cache, where that still fits.
 """
 

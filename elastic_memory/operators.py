@@ -28,7 +28,11 @@ SWEEP = {"cpu": 2**13, "cuda": 2**16}
 GROUP = 6
 PANEL = 64
 
-CACHED = 4  # of each kind; an unbounded cache would break the promise of constant memory
+CACHED = 4  # plans and the like; an unbounded cache would break the promise of constant memory
+
+# A stream builds the operators of its next blocks together: one sweep over n costs a GPU as many launches for one block
+# as for sixteen. So many bytes of them, and only the present stretch is kept.
+AHEAD = 2**26
 
 
 class Step(NamedTuple):
@@ -61,16 +65,19 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def _built(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def _built(kept: int = CACHED) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Constants: no gradient, the last few kept, and usable in training even if first asked for in inference mode."""
 
-    @lru_cache(maxsize=CACHED)
-    @wraps(function)
-    def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        @lru_cache(maxsize=kept)
+        @wraps(function)
+        def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args, **kwargs)
 
-    return build  # type: ignore[return-value]
+        return build  # type: ignore[return-value]
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -89,13 +96,21 @@ class Bank:
 
     def step(self, start: int, end: int, device: Any, dtype: torch.dtype = torch.float32) -> Step:
         """The operators that write tokens `start`..`end - 1`, a block of any size, for streaming."""
-        return _step(self.order, start, end, torch.device(device), dtype)
+        size = end - start
+        if size < 1 or start < 0 or start % size:
+            return _step(self.order, start, end, torch.device(device), dtype)
+        block, ahead = start // size, _ahead(self.order * (self.order + size), dtype)
+        return _steps(self.order, size, block // ahead * ahead, ahead, torch.device(device), dtype)[block % ahead]
 
     def reconstruction(
-        self, history: int, device: Any, dtype: torch.dtype = torch.float32
+        self, history: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None
     ) -> Float[Tensor, "point order"]:
-        """R: what reads the state of a history of that many tokens."""
-        return _reconstruction(self, history, torch.device(device), dtype)
+        """R: what reads the state of a history of that many tokens; a stream asks again `every` so many."""
+        if not every or history % every or not history:
+            return _reconstructions(self, (history,), torch.device(device), dtype)[0]
+        block, ahead = history // every - 1, _ahead(self.order * self.points, dtype)
+        histories = tuple((block // ahead * ahead + one + 1) * every for one in range(ahead))
+        return _reconstructions(self, histories, torch.device(device), dtype)[block % ahead]
 
     def direct(self, history: int, device: Any, dtype: torch.dtype = torch.float32) -> Float[Tensor, "point token"]:
         """W = R K: what reads that many tokens without any state."""
@@ -130,18 +145,37 @@ class Bank:
         return sampling.moments(self.sampling, self.points, history, **dict(self.options))
 
 
-@_built
+def _ahead(numbers: int, dtype: torch.dtype) -> int:
+    """For how many blocks of a stream to build operators of so many numbers at once."""
+    return max(1, min(16, AHEAD // (numbers * dtype.itemsize)))
+
+
+@_built(1)
+def _steps(order: int, size: int, first: int, count: int, device: torch.device, dtype: torch.dtype) -> tuple[Step, ...]:
+    """Operators of `count` neighbouring blocks, from block number `first` on."""
+    blocks = torch.arange(first, first + count, dtype=torch.float64, device=device)
+    edges = torch.arange(size + 1, dtype=torch.float64, device=device) + blocks[:, None] * size
+    projections = hippo.projections(order, edges / ((blocks + 1) * size)[:, None])
+    projections = projections.to(dtype).transpose(0, 1).contiguous()
+    transitions = hippo.transitions(order, blocks / (blocks + 1)).to(dtype)
+    return tuple(Step(*pair) for pair in zip(transitions, projections, strict=True))
+
+
+@_built()
 def _step(order: int, start: int, end: int, device: torch.device, dtype: torch.dtype) -> Step:
     projection = hippo.projection(order, start, end, device=device).to(dtype)
     return Step(hippo.transition(order, start, end, device=device).to(dtype), projection)
 
 
-@_built
-def _reconstruction(bank: Bank, history: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return _readers(bank.order, bank.moments(history)[None], device)[0].to(dtype)
+@_built(1)
+def _reconstructions(
+    bank: Bank, histories: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> Float[Tensor, "history point order"]:
+    moments = torch.stack([bank.moments(history) for history in histories])
+    return _readers(bank.order, moments, device).to(dtype).contiguous()
 
 
-@_built
+@_built()
 def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: torch.dtype) -> Recurrent:
     order, read = bank.order, range(1, blocks)
     transitions = torch.empty(max(blocks - 2, 0), order, order, device=device, dtype=dtype)
@@ -167,7 +201,7 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
     return Recurrent(transitions, projections, reconstructions)
 
 
-@_built
+@_built()
 def _direct(
     bank: Bank, histories: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "point token"], ...]:

@@ -163,7 +163,7 @@ def test_equal_banks_share_and_old_blocks_are_forgotten():
     assert Bank(16, 4, "exponential", (("decay", 0.9),)).step(0, 8, "cpu") is first
     forgotten = weakref.ref(first.transition)
     del first
-    for start in range(8, 8 * (operators.CACHED + 2), 8):
+    for start in range(8, 8 * 18, 8):  # a stretch of sixteen blocks is kept, and no more
         Bank(16, 4).step(start, start + 8, CPU)
     gc.collect()
     assert forgotten() is None

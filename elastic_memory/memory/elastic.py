@@ -12,7 +12,7 @@ from elastic_memory.shapes import Float, Tensor
 
 
 class ElasticState(NamedTuple):
-    """C of eq. 9: Legendre coefficients of the history of raw keys and of values."""
+    """C of eq. 6: Legendre coefficients of the history of raw keys and of values."""
 
     key: Float[Tensor, "batch kv_head order dim"]
     value: Float[Tensor, "batch kv_head order dim"]
@@ -67,13 +67,13 @@ class ElasticMemory(Memory):
 
     @full_precision
     def read(self, state: State, seen: int, host: Host) -> Reading:
-        """K_mem, V_mem = R C^(K), R C^(V) (eq. 11); memory tokens get no positions."""
-        reconstruction = self.bank.reconstruction(seen, state[0].device)
+        """K_mem, V_mem = R C^(K), R C^(V) (eq. 8); memory tokens get no positions."""
+        reconstruction = self.bank.reconstruction(seen, state[0].device, every=self.geometry.block_size)
         return tuple(reconstruction @ part for part in state)
 
     @full_precision
     def write(self, state: State, block: Block, seen: int) -> ElasticState:
-        """C <- P C + K F (eq. 9)."""
+        """C <- P C + K F (eq. 6)."""
         step = self.bank.step(seen, seen + block.key.shape[2], block.key.device)
         key, value = (
             step.transition @ part + step.projection @ signal.float()
