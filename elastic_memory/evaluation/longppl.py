@@ -97,6 +97,9 @@ def longppl(
     block = block_size or block_size_of(model)
     journal = journal or Journal()
     advance(len(journal.done))
+    if reference_tokenizer is None and not any(isinstance(text, str) for text in texts):
+        # Known before hours of work.
+        _check_length(max((len(token_ids(text)) for text in texts), default=0), settings)
     for index in (i for i in range(len(texts)) if i not in journal.done):
         ids, marked, spans = finder.find(tokenizer, texts[index])
         # The first token has no prediction of its own.
@@ -222,12 +225,7 @@ def _record(index: int, document: str, losses: Float[Tensor, " prediction"], key
 
 
 def _summary(records: list[Record], settings: Settings, reference: str) -> LongPerplexity:
-    longest = max((r["reference_tokens"] for r in records), default=0)
-    if longest <= settings.trunc_len:
-        raise ValueError(
-            f"no text is longer than trunc_len = {settings.trunc_len} reference tokens (the longest has {longest}), so "
-            "no token can be a key token: choose a smaller trunc_len, for instance Settings.scaled(length)"
-        )
+    _check_length(max((r["reference_tokens"] for r in records), default=0), settings)
     key_tokens = sum(len(r["keys"]) for r in records)
     tokens = sum(r["tokens"] for r in records)
     key_losses = [r["key_loss"] for r in records]
@@ -251,6 +249,14 @@ def _summary(records: list[Record], settings: Settings, reference: str) -> LongP
             ]
         ),
     )
+
+
+def _check_length(longest: int, settings: Settings) -> None:
+    if longest <= settings.trunc_len:
+        raise ValueError(
+            f"no text is longer than trunc_len = {settings.trunc_len} reference tokens (the longest has {longest}), so "
+            "no token can be a key token: choose a smaller trunc_len, for instance Settings.scaled(length)"
+        )
 
 
 def _need(tokenizer: Any, what: str) -> None:

@@ -42,7 +42,7 @@ def test_ppl_by_block_and_position_belong_to_the_predicting_position():
         assert value == pytest.approx(oracle.ppl([x for row in losses for x in row[position::8]]), rel=1e-5)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(length=st.integers(2, 40), window=st.integers(2, 16), data=st.data())
 def test_windows_equal_the_obvious_loop(length, window, data):
     stride = data.draw(st.integers(1, window))
