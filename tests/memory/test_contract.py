@@ -26,6 +26,15 @@ def test_streaming_in_any_split_equals_one_call(case, sizes, seed):
     torch.testing.assert_close(in_pieces(model, ids, sizes), logits(model, ids), **CLOSE)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_static_cache_decodes_the_same(case):
+    """Token by token on buffers that never move, across the ends of blocks."""
+    model, ids = small(case), tokens(2, 3 * BLOCK + 3)
+    sizes = [BLOCK + 3] + [1] * (2 * BLOCK)
+    decoded = in_pieces(model, ids, sizes, em.MemoryCache(model, static=True))
+    torch.testing.assert_close(decoded, logits(model, ids), **CLOSE)
+
+
 @pytest.mark.parametrize("case", DEFAULTS)
 def test_streaming_and_one_call_are_probed_alike(case):
     """`corrupt` disturbs attention inside the block, and never what is written."""
