@@ -53,9 +53,9 @@ def evaluate(
         elastic evaluate runs/small-elastic-1a2b3c --data rows --sampling uniform --corrupt 0.5
     """
     from elastic_memory.data import samples
-    from elastic_memory.evaluation.checkpoint import Conditions, Task
     from elastic_memory.evaluation.loading import check_tokenizer, load_model
     from elastic_memory.evaluation.longppl import Settings
+    from elastic_memory.evaluation.metrics import Conditions, Task
     from elastic_memory.evaluation.rows import Spread
 
     metrics = metric or ["ppl"]
@@ -99,7 +99,7 @@ def _with_progress(task: Any, metrics: list[str]) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from elastic_memory.evaluation.checkpoint import evaluate as run
+    from elastic_memory.evaluation.metrics import evaluate as run
 
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -8,8 +8,9 @@ import torch
 
 from elastic_memory import cli
 from elastic_memory.data import prepare, samples
-from elastic_memory.evaluation import checkpoint, corrupted, perplexity
-from elastic_memory.evaluation.rows import Journal
+from elastic_memory.evaluation import corrupted, perplexity
+from elastic_memory.evaluation.loading import load_model
+from elastic_memory.evaluation.rows import Journal, Spread
 from tests.evaluation.conftest import TEXT, byte_level_bpe, llama, model_with
 
 LONGPPL = ["elastic", "--data", "rows", "--metric", "longppl", "--reference", "full"]
@@ -55,8 +56,8 @@ def test_json_and_table_agree_with_the_library(place, elastic, tmp_path):
     )  # fmt: skip
     assert code == 0
     written = json.loads(out.read_text())
-    model = checkpoint.load_model(str(place / "elastic"))
-    rows = checkpoint_rows(place, 8)
+    model = load_model(str(place / "elastic"))
+    rows = rows_of_place(place, 8)
     expected = perplexity(model, rows)
     assert written["metrics"]["ppl"]["P0"]["ppl"] == pytest.approx(expected.ppl, rel=1e-6)
     assert written["metrics"]["ppl"]["P0"]["interval"][0] < expected.ppl
@@ -66,9 +67,7 @@ def test_json_and_table_agree_with_the_library(place, elastic, tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["one.json"]
 
 
-def checkpoint_rows(place, count):
-    from elastic_memory.evaluation.rows import Spread
-
+def rows_of_place(place, count):
     return Spread(samples(place / "rows", "test"), count)
 
 
@@ -78,10 +77,10 @@ def test_conditions_change_the_number_and_are_named_in_it(place, elastic):
         "--order", 9, "--corrupt", 0.5, "--corrupt-layers", "all", "--seed", 3,
     )  # fmt: skip
     assert code == 0
-    model = checkpoint.load_model(str(place / "elastic"))
+    model = load_model(str(place / "elastic"))
     model.set_retrieval(sampling="uniform", points=7, order=9)
     with corrupted(model, 0.5, "all", seed=3):
-        expected = perplexity(model, checkpoint_rows(place, 4))
+        expected = perplexity(model, rows_of_place(place, 4))
     named = "n=127 x 4, sampling=uniform, points=7, order=9, corrupt=0.5 in all layers]"
     assert f"{named} = {expected.ppl:.4g}" in shown
 
@@ -135,8 +134,8 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(place, elastic, tmp_path, 
         (["elastic"], "--data is missing"),
         (["elastic", "--data", "text"], "no prepared rows"),
         (["elastic", "--data", "rows", "--split", "exam"], "no split 'exam'"),
-        (["elastic", "--data", "rows", "--metric", "bleu"], "'bleu': metrics are ppl, longppl"),
-        (["elastic", "--data", "rows", "--protocol", "P9"], "protocols are P0, P1, P4"),
+        (["elastic", "--data", "rows", "--metric", "bleu"], "'bleu': choose from ppl, longppl"),
+        (["elastic", "--data", "rows", "--protocol", "P9"], "'P9': choose from P0, P1, P4"),
         (["elastic", "--data", "rows", "--corrupt", "2"], "between 0 and 1"),
         (["none", "--data", "rows", "--sampling", "uniform"], "no memory"),
         (["other", "--data", "rows", "--sampling", "uniform"], "no memory"),

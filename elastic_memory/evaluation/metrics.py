@@ -147,9 +147,10 @@ METRICS: dict[str, Callable[[Task, Advance], Any]] = {
 
 def evaluate(task: Task, metrics: Sequence[str], advance: Callable[[str, int], None] = lambda name, n: None) -> dict:
     """Each metric's result by name, under the task's conditions."""
-    for name in (*metrics, *task.protocols):
-        if name not in METRICS and name not in PROTOCOLS:
-            raise ValueError(f"{name!r}: metrics are {', '.join(METRICS)}; protocols are {', '.join(PROTOCOLS)}")
+    for names, known in ((metrics, METRICS), (task.protocols, PROTOCOLS)):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{name!r}: choose from {', '.join(known)}")
     device = next(task.model.parameters()).device.type
     with task.conditions.apply(task.model), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         return {name: METRICS[name](task, partial(advance, name)) for name in metrics}
