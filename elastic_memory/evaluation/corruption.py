@@ -68,6 +68,10 @@ class Noise:
 
 def _replace(clean: Heads, noise: Float[Tensor, "head block dim"], hit: Bool[Tensor, "token 1"]) -> Heads:
     wide = clean.float()
-    mean = wide.mean(dim=(2, 3), keepdim=True)
-    deviation = wide.std(dim=(2, 3), keepdim=True, correction=0)
-    return torch.where(hit, (noise[:, : clean.shape[2]] * deviation + mean).to(clean.dtype), clean)
+    # Heads that are padded for speed have columns of zeros, which are no numbers of theirs.
+    real = (wide != 0).any(dim=(0, 2), keepdim=True)
+    count = real.sum(dim=3, keepdim=True) * clean.shape[2]
+    mean = wide.sum(dim=(2, 3), keepdim=True) / count
+    variance = ((wide - mean) * real).square().sum(dim=(2, 3), keepdim=True) / count
+    noisy = (noise[:, : clean.shape[2]] * variance.sqrt() + mean) * real
+    return torch.where(hit, noisy.to(clean.dtype), clean)

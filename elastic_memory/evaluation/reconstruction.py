@@ -112,11 +112,12 @@ def keys_and_values(model: Model, row: Any, layers: Sequence[int] | None = None)
     padded = torch.cat([ids, ids[-1:]])
     with _tapped({i: attentions[i] for i in wanted}) as pieces:
         streamed_losses(model, padded[None], block_size_of(model))
-    dims = {i: attentions[i].head_dim for i in wanted}
-    return {
-        (i, part): torch.cat(found, dim=1)[0].double().reshape(len(ids), -1, dims[i])
+    signals = {
+        (i, part): torch.cat(found, dim=1)[0].double().unflatten(1, (-1, attentions[i].head_dim))
         for (i, part), found in pieces.items()
     }
+    # Heads that are padded for speed have columns of zeros, which are no signals.
+    return {name: signal[..., (signal != 0).any(dim=0).any(dim=0)] for name, signal in signals.items()}
 
 
 @contextmanager

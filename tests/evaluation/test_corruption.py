@@ -47,6 +47,14 @@ def test_noise_has_the_mean_and_variance_of_each_head():
     torch.testing.assert_close(noisy.std((2, 3)), key.std((2, 3)), rtol=0.05, atol=0)
 
 
+def test_the_padding_of_heads_stays_zero_and_does_not_count():
+    key = torch.nn.functional.pad(torch.randn(2, 3, 64, 6) + 4, (0, 2))
+    noisy, _ = Noise(1.0, 64, (0, 0))(key, key)
+    assert (noisy[..., 6:] == 0).all()
+    torch.testing.assert_close(noisy[..., :6].mean((2, 3)), key[..., :6].mean((2, 3)), rtol=0, atol=0.3)
+    torch.testing.assert_close(noisy[..., :6].std((2, 3)), key[..., :6].std((2, 3)), rtol=0.2, atol=0)
+
+
 def test_a_share_of_1_leaves_nothing_of_the_local_keys_but_two_moments():
     key = heads(0)
     # Other keys with the same moments: the tokens in another order, and the dimensions too.

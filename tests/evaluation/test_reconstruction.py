@@ -68,6 +68,14 @@ def test_an_attached_model_has_the_keys_it_had_before():
     assert {s.layer for s in spectrum(llama(61), [row])} == {0, 1}
 
 
+def test_the_padding_of_heads_does_not_count():
+    rows, sizes = rows_of(32), {"hidden_size": 24, "num_attention_heads": 4}  # heads of 6 numbers, stored as 8
+    padded = model_with(**sizes, pad_heads=True)
+    assert keys_and_values(padded, rows[0])[2, "key"].shape == (32, 4, 6)
+    (key, value) = reconstruction(padded, rows, [1])
+    assert key.relative == pytest.approx(1) and value.relative == pytest.approx(1)  # one number remembers the mean
+
+
 def test_normalised_keys_are_taken_after_their_norm():
     config = Qwen3Config(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
