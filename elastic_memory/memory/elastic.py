@@ -91,31 +91,27 @@ class ElasticMemory(Memory):
             return []
         plan = _plan(*_fields(self.bank), size, blocks, str(key.device), key.dtype, self.road)
         road = self._direct if isinstance(plan, Direct) else self._recurrent
-        # One signal per feature: [batch, token, kv_head * dim], the layout the projections left them in.
-        keys, values = (road(plan, signal.transpose(1, 2).flatten(2)) for signal in (key, value))
-        return [
-            tuple(part.unflatten(2, (self.geometry.kv_heads, -1)).transpose(1, 2) for part in parts)
-            for parts in zip(keys, values, strict=True)
-        ]
+        # Tokens first, everything else a feature of its own signal: one plain product per block serves the whole batch.
+        signal = torch.stack((key, value)).permute(3, 0, 1, 2, 4)
+        readings = road(plan, signal.flatten(1))
+        # [point, 2 * batch * head * dim] -> keys and values [batch, head, point, dim]
+        return [tuple(one.unflatten(1, signal.shape[1:]).permute(1, 2, 3, 0, 4).unbind(0)) for one in readings]
 
-    def _direct(self, plan: Direct, signal: Float[Tensor, "batch token feature"]) -> list[Tensor]:
+    def _direct(self, plan: Direct, signal: Float[Tensor, "token feature"]) -> list[Tensor]:
         """W_i times the raw history: no state, and no block waits for another."""
-        readings = []
-        for index, weight in enumerate(plan.weights, 1):
-            readings.append(weight @ self.history(signal, index, axis=1))
-        return readings
+        return [weight @ self.history(signal, block, axis=0) for block, weight in enumerate(plan.weights, 1)]
 
-    def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "batch token feature"]) -> list[Tensor]:
+    def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "token feature"]) -> list[Tensor]:
         """P and K block by block; products in the signal's precision, state and sums in float32."""
         blocks, size = plan.projections.shape[0], self.geometry.block_size
         kept = torch.promote_types(signal.dtype, torch.float32)
-        updates = (plan.projections @ signal[:, : blocks * size].unflatten(1, (blocks, size))).to(kept)
-        states = [updates[:, 0]]
+        updates = (plan.projections @ signal[: blocks * size].unflatten(0, (blocks, size))).to(kept)
+        states = [updates[0]]
         for index in range(1, blocks):
             (entering,) = self.cut((states[-1],), index)
-            states.append((plan.transitions[index - 1] @ entering.to(signal.dtype)).to(kept) + updates[:, index])
-        entering = torch.stack([self.cut((state,), index)[0] for index, state in enumerate(states, 1)], dim=1)
-        return list((plan.reconstructions @ entering.to(signal.dtype)).unbind(1))
+            states.append((plan.transitions[index - 1] @ entering.to(signal.dtype)).to(kept) + updates[index])
+        entering = torch.stack([self.cut((state,), index)[0] for index, state in enumerate(states, 1)])
+        return list((plan.reconstructions @ entering.to(signal.dtype)).unbind(0))
 
     def adapt(self, state: State) -> tuple[State, str | None]:
         """Low coefficients are a prefix: a lower order keeps them, a higher one knows only them of the past."""

@@ -1,0 +1,103 @@
+"""Table "Speed comparison" and the appendix's raw throughput: training samples/s, and as a ratio to Transformer++.
+
+One process measures everything, Transformer++ first; cells that a results file already holds are not measured again, so
+that an interrupted run goes on. `inference` shows the other half of the same measurements.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_memory.evaluation.speed import speed
+from elastic_memory.report.tables import Table
+from elastic_memory.training.environment import environment
+from elastic_memory.training.files import write_json
+
+COLUMNS = ("1x", "2x", "4x", "8x", "16x", "200m", "400m")
+UNIFORM, EXPONENTIAL = {"sampling": "uniform"}, {"sampling": "exponential"}
+# Row: settings, columns it has, the paper's raw training and inference throughput on 8 A800.
+ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...], list[float], list[float]]] = {
+    "Transformer++": ({"memory": "none"}, ("1x", "200m", "400m"), [14.689, 12.930, 8.500], [6.212, 6.379, 5.913]),
+    "Mem. Transformer": (
+        {"memory": "memorizing"}, COLUMNS, [15.844, 15.774, 15.677, 15.514, 15.237, 12.531, 8.297],
+        [6.608, 6.544, 6.463, 6.523, 6.455, 6.287, 5.873],
+    ),
+    "Infini-Transformer": (
+        {"memory": "infini"}, ("1x", "200m", "400m"), [9.359, 7.572, 5.249], [6.013, 6.146, 5.609],
+    ),
+    "Elastic, uniform": (
+        {"memory": "elastic", **UNIFORM}, COLUMNS, [15.503, 15.420, 15.153, 14.370, 11.673, 12.445, 8.152],
+        [6.406, 6.512, 6.457, 6.428, 6.106, 6.322, 5.798],
+    ),
+    "Elastic, exponential": (
+        {"memory": "elastic", **EXPONENTIAL}, COLUMNS, [15.530, 15.471, 15.179, 14.331, 11.663, 12.491, 8.177],
+        [6.498, 6.480, 6.444, 6.367, 6.126, 6.338, 5.848],
+    ),
+    "Melodi": (
+        {"memory": "melodi"}, COLUMNS, [8.052, 8.523, 8.518, 8.403, 7.851, 7.777, 5.370],
+        [5.552, 5.558, 5.646, 5.738, 5.653, 5.698, 5.078],
+    ),
+}  # fmt: skip
+# Rows of a step: 131,072 tokens, as many as fit without recomputation at 400m.
+TIERS: dict[str, dict[str, Any]] = {
+    "smoke": {"presets": dict.fromkeys(("1x", "200m", "400m"), "tiny"), "length": 512, "rows": 2, "repeats": 3},
+    "small": {"presets": {"1x": "100m"}, "length": 32768, "rows": 4, "repeats": 7},
+    "paper": {"presets": {"1x": "100m", "200m": "200m", "400m": "400m"}, "length": 32768, "rows": 4, "repeats": 7},
+}
+
+
+def run(tier: str, out: Path) -> Table:
+    """Measure what is missing, write it, and show training throughput."""
+    return table(measure(tier, out), "training")
+
+
+def measure(tier: str, out: Path) -> dict[str, Any]:
+    """All cells of the tier, those of an earlier run on this device kept."""
+    plan, path = TIERS[tier], out / f"speed-{tier}.json"
+    out.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
+    here = environment() | {"device": device, "torch": torch.__version__}
+    if record.get("environment", {}).get("device") != here.get("device"):
+        record = {}
+    record = {"table": "speed", "tier": tier, "environment": here, **plan, "cells": record.get("cells", {})}
+    for name, (settings, columns, *_) in ROWS.items():
+        for column in columns:
+            preset = plan["presets"].get(column, plan["presets"]["1x"] if column.endswith("x") else None)
+            if preset is None or f"{name}|{column}" in record["cells"]:
+                continue
+            multiple = int(column[:-1]) if column.endswith("x") else 1
+            size = {} if name == "Infini-Transformer" else {"memory_multiple": multiple}
+            found = speed({"name": preset, **settings, **size}, plan["length"], plan["rows"], plan["repeats"])
+            record["cells"][f"{name}|{column}"] = dataclasses.asdict(found)
+            print(f"{name} {column}: {found.tokens_per_second:,.0f} tokens/s", flush=True)
+            write_json(path, record)
+    (out / f"speed-{tier}.md").write_text(table(record, "training").markdown())
+    (out / f"inference-{tier}.md").write_text(table(record, "inference").markdown())
+    return record
+
+
+def table(record: dict[str, Any], kind: str) -> Table:
+    """Samples/s, the ratio to Transformer++ at 1x, and the paper's ratio."""
+    cells, lines = record["cells"], []
+    base, paper_base = cells["Transformer++|1x"][kind], ROWS["Transformer++"][2 if kind == "training" else 3][0]
+    for name, (_, columns, training, inference) in ROWS.items():
+        paper = dict(zip(columns, training if kind == "training" else inference, strict=True))
+        line = [name]
+        for column in COLUMNS:
+            cell = cells.get(f"{name}|{column}")
+            ours = f"{cell[kind]:.2f} ({cell[kind] / base:.3f})" if cell else "-"
+            line.append(ours if column not in paper else f"{ours} [{paper[column] / paper_base:.3f}]")
+        lines.append(line)
+    device = record["environment"].get("device", "this machine")
+    return Table(
+        title=f"{kind.capitalize()} throughput, samples/s (ratio to Transformer++ 1x) [the paper's ratio]",
+        columns=["model", *COLUMNS],
+        rows=lines,
+        note=f"Tier {record['tier']}: samples of {record['length']:,} tokens, {record['rows']} at a time, on {device}. "
+        "The paper: 8 A800.",
+    )
