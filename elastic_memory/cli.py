@@ -58,3 +58,7 @@ def main() -> None:
     except (ValueError, FileNotFoundError, NotADirectoryError, FileExistsError) as error:
         print(f"elastic: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
