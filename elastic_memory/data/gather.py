@@ -40,7 +40,8 @@ def part_files(folder: Path, index: int) -> tuple[Path, Path]:
 def gather(folder: Path, plan: Plan, maker: RowMaker, names: list[str], passed_over: Counter[str]) -> None:
     """Put the rows of all parts together by split; the manifest comes last and says that the folder is complete."""
     facts = _facts(folder, plan, passed_over)
-    splits = {split: _gather_split(folder, plan, split) for split in SPLITS if facts["rows"][split]}
+    row_bytes = plan.length * maker.dtype.itemsize
+    splits = {split: _gather_split(folder, plan, split, row_bytes) for split in SPLITS if facts["rows"][split]}
     saved = folder / ".work" / "tokenizer"
     for old in (saved, folder / "tokenizer"):
         shutil.rmtree(old, ignore_errors=True)
@@ -89,15 +90,13 @@ def _facts(folder: Path, plan: Plan, passed_over: Counter[str]) -> dict[str, Any
     return {"rows": rows, "source": source, "longest": longest, "skipped": left_out}
 
 
-def _gather_split(folder: Path, plan: Plan, split: str) -> dict[str, Any]:
+def _gather_split(folder: Path, plan: Plan, split: str, row_bytes: int) -> dict[str, Any]:
     rows_path, documents_path = split_files(folder, split)
     count = {"documents": 0, "tokens": 0, "rows": 0}
     rows_sha256, documents_sha256 = hashlib.sha256(), hashlib.sha256()
     with whole_file(rows_path) as rows, whole_file(documents_path) as documents:
         for path, record in _records(folder, plan):
             with open(path, "rb") as part:
-                every = sum(document["rows"] for document in record["documents"])
-                row_bytes = path.stat().st_size // every if every else 0
                 for document in record["documents"]:
                     if document["split"] != split:
                         part.seek(document["rows"] * row_bytes, 1)

@@ -2,9 +2,10 @@
 
 A tokenizer without a pre-tokeniser (Llama 2) treats a whole document as one word: it needs about 100 bytes of
 memory per byte of text, and slows down as the text grows. `pieces` therefore cuts every text into a few thousand
-characters at a time, only where the tokenizer itself puts a boundary: before white space, where the text before
-the cut has the same ids with and without what follows. Byte-pair merges are never undone, so a boundary that no
-merge crosses makes both sides independent, and the ids of the pieces, put together, are the ids of the whole.
+characters at a time, before white space that no token of the vocabulary joins to what stands before it. No merge
+crosses such a place, and merges are never undone: both sides are independent, and the ids of the pieces, put
+together, are the ids of the whole. The tokenizer is also asked at each cut, for the sake of its other machinery:
+the text before must have the same ids with and without what follows.
 """
 
 import hashlib
@@ -17,11 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 PIECE = 8192  # characters; the fastest for Llama 2, twice the speed of whole books
-CONTEXT = 64  # characters on either side of a cut that the tokenizer is shown to prove it
-UNBROKEN = 1 << 18  # characters without a place to cut: not text, and too much memory to encode at once
-UNCUTTABLE = f"no white space in {UNBROKEN} characters"
-
-_BREAK = re.compile(r"\S(?=\s)")
+CONTEXT = 64  # characters on either side of a cut that the tokenizer is asked about
+UNBROKEN = 1 << 20  # characters without a place to cut: not text, and too much memory to encode at once
+UNCUTTABLE = f"no place to cut in {UNBROKEN} characters"
 _PROBE = "Elastic  memory: naïve café, 12,345 tokens\n\tfor i in range(10): ∑ 漢字 🙂"
 
 
@@ -35,6 +34,7 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int
     sha256: str
+    breaks: re.Pattern[str]  # ends where a text may be cut
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`; strings such as `<s>` in it are ordinary text (to all but Unigram models)."""
@@ -55,6 +55,7 @@ class Bytes:
     name = "bytes"
     vocab_size = 256
     sha256 = hashlib.sha256(b"bytes").hexdigest()
+    breaks = re.compile(r"\S(?=\s)")
 
     def encode(self, text: str) -> np.ndarray:  # noqa: D102
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -87,6 +88,7 @@ class HuggingFace:
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self._fast = None
         self._keeps_size = False
+        self.breaks = re.compile(r"(?!)")
         if self.tokenizer.is_fast:
             from tokenizers import Tokenizer as FastTokenizer
 
@@ -97,6 +99,7 @@ class HuggingFace:
             self._fast.no_padding()
             settings = json.loads(self._fast.to_str())
             self._keeps_size = settings["model"]["type"] == "BPE" and _keeps_size(settings["normalizer"])
+            self.breaks = _breaks(self._fast)
 
     def encode(self, text: str) -> np.ndarray:  # noqa: D102
         if self._fast is None:
@@ -165,7 +168,7 @@ def encode(piece: Piece, tokenizer: Tokenizer) -> np.ndarray:
 
 def _cut(text: str, position: int, tokenizer: Tokenizer) -> tuple[int, int] | None:
     """The first safe place to cut at or after `position`, and the ids its CONTEXT has; None if there is none yet."""
-    for match in _BREAK.finditer(text, position):
+    for match in tokenizer.breaks.finditer(text, position):
         place = match.end()
         if place + CONTEXT > len(text):
             return None
@@ -175,6 +178,15 @@ def _cut(text: str, position: int, tokenizer: Tokenizer) -> tuple[int, int] | No
         if np.array_equal(both[: len(before)], before):
             return place, len(before)
     return None
+
+
+def _breaks(tokenizer: Any) -> re.Pattern[str]:
+    """White space that no token joins to a character before it; special tokens do not count, texts have none."""
+    special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    ids = [[index] for index in tokenizer.get_vocab().values() if index not in special]
+    joined = {space for text in tokenizer.decode_batch(ids) for space in re.findall(r"\S(\s)", text)}
+    free = "".join(space for space in " \n\t\r" if space not in joined)
+    return re.compile(rf"\S(?=[{free}])" if free else r"(?!)")
 
 
 def _keeps_size(normalizer: dict | None) -> bool:

@@ -1,3 +1,4 @@
+import json
 import os
 from pathlib import Path
 
@@ -22,8 +23,8 @@ def sentencepiece_like():
     split.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     split.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     split.train_from_iterator(TRAINING_TEXT, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    model = __import__("json").loads(split.to_str())["model"]
-    merges = [tuple(merge) for merge in model["merges"] if "\n" not in "".join(merge)]
+    model = json.loads(split.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"] if "\n" not in "".join(merge)] + [("▁", "▁"), ("▁▁", "▁▁")]
     names = SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)] + alphabet + ["".join(merge) for merge in merges]
     vocab = {name: index for index, name in enumerate(dict.fromkeys(names))}
     made = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -41,6 +42,18 @@ def byte_level():
         vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=SPECIAL
     )
     made.train_from_iterator(TRAINING_TEXT, trainer)
+    return made
+
+
+def crossing():
+    """Byte-level without words: its tokens run across white space, as those of SuperBPE."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), max_token_length=24
+    )
+    made.train_from_iterator([*TRAINING_TEXT, " the cat" * 50, " cat the" * 50, "a b a b a c " * 50], trainer)
     return made
 
 
@@ -65,7 +78,8 @@ def word_piece():
     return made
 
 
-KINDS = {"sentencepiece": sentencepiece_like, "byte-level": byte_level, "unigram": unigram, "wordpiece": word_piece}
+KINDS = {"sentencepiece": sentencepiece_like, "byte-level": byte_level, "crossing": crossing}
+KINDS |= {"unigram": unigram, "wordpiece": word_piece}
 
 
 @pytest.fixture(scope="session")

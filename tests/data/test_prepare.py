@@ -182,6 +182,7 @@ def test_bad_documents_are_counted_by_reason(tmp_path):
         "binary": bytes(range(256)) * 10,
         "latin": good.encode() + "naïve".encode("latin-1"),
         "nul": good.encode() + b"\0" + good.encode(),
+        "a flaw after a megabyte": b"flawed words " * 100_000 + b"\xff",
         "unbroken": b"x" * (tokenizers_module.UNBROKEN + 1),
         "one line of 10 MB": b"word " * 2_000_000,
         "good": good.encode(),
@@ -191,12 +192,13 @@ def test_bad_documents_are_counted_by_reason(tmp_path):
     assert manifest["skipped"] == {
         "NUL character": 1,
         "empty": 1,
-        "invalid UTF-8": 2,
+        "invalid UTF-8": 3,
         tokenizers_module.UNCUTTABLE: 1,
         "too short": 1,
     }
     documents = {document["id"]: document["tokens"] for document in samples(tmp_path / "out", "train").documents}
     assert documents == {"good.txt": len(good), "one line of 10 MB.txt": 10_000_000}
+    assert bytes(samples(tmp_path / "out", "train")[0]["input_ids"].tolist()) == good.encode()[:100]
     assert manifest["longest"] == 10_000_000
     lone = tmp_path / "lone.jsonl"
     lone.write_text('{"text": "\\ud800"}\n{"text": "\\u0000"}\n')

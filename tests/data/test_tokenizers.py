@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_memory.data import tokenizers as module
@@ -10,7 +10,7 @@ from elastic_memory.data.tokenizers import Skip, encode, load_tokenizer, pieces
 from tests.data.conftest import KINDS
 
 WORDS = ["the", "cat", "theory", "a", "aaaa", "--------", "<s>", "</s>", "x+=1", ".", "'s"]
-WORDS += ["naïve", "漢字", "🙂", "e\u0301", "ﬁ"]
+WORDS += ["▁", "naïve", "漢字", "🙂", "e\u0301", "ﬁ"]
 SPACES = [" ", "  ", "\n", "\n\n", "\t", "\r\n", "    ", "\u00a0", ""]
 texts = st.lists(st.sampled_from(WORDS + SPACES) | st.text(max_size=3), min_size=60, max_size=150).map("".join)
 kinds = pytest.mark.parametrize("kind", [*KINDS, "bytes"])
@@ -22,6 +22,8 @@ def in_pieces(chunks, tokenizer):
 
 @kinds
 @given(text=texts)
+@example(text="▁ the cat " * 40)
+@example(text=" the cat the cat" * 20)
 def test_pieces_put_together_equal_the_whole(kind, text, tokenizers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PIECE", 20)
@@ -29,12 +31,17 @@ def test_pieces_put_together_equal_the_whole(kind, text, tokenizers):
     assert np.concatenate([*parts, []]).tolist() == tokenizers[kind].encode(text).tolist()
 
 
-@kinds
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "crossing"), "bytes"])
 def test_long_texts_are_really_cut(kind, tokenizers):
     text = "the cat sat on the mat, and the dog sat by the door.\n" * 1000
     parts = in_pieces([text], tokenizers[kind])
     assert len(parts) >= len(text) // (2 * module.PIECE)
     assert np.concatenate([*parts, []]).tolist() == tokenizers[kind].encode(text).tolist()
+
+
+def test_white_space_inside_a_token_is_no_place_to_cut(tokenizers):
+    assert not tokenizers["crossing"].breaks.search("the cat")
+    assert tokenizers["sentencepiece"].breaks.search("the cat")
 
 
 @given(text=texts, places=st.lists(st.integers(0, 300)))
@@ -50,7 +57,7 @@ def test_a_text_without_white_space_is_skipped_however_it_is_read(tokenizers):
     for text in ("a" * (module.UNBROKEN + 1), "a " * 9000 + "b" * (module.UNBROKEN + 1) + " c" * 9000):
         for size in (1 << 30, 100_000):
             chunks = [text[at : at + size] for at in range(0, len(text), size)]
-            with pytest.raises(Skip, match="no white space"):
+            with pytest.raises(Skip, match="no place to cut"):
                 list(pieces(chunks, tokenizers["bytes"]))
     (whole,) = in_pieces(["a" * module.UNBROKEN], tokenizers["bytes"])
     assert len(whole) == module.UNBROKEN
