@@ -78,6 +78,10 @@ class Session:
         training = run.recipe.training
         self.schedule = Schedule(rows, training.steps * training.batch, training.seed)
         self.held = ExitStack()
+        if training.precision == "bf16":
+            # what autocast leaves in float32, the memories' states, may use the tensor cores too
+            self.held.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("high")
 
     def open(self) -> None:
         """Take the folder, or refuse before anything is written; the other processes wait for that."""

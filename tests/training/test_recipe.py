@@ -12,7 +12,8 @@ from elastic_memory.training.recipe import Recipe, convert, load_recipe, variant
 
 from .conftest import RECIPES
 
-FILES = sorted(path for path in RECIPES.glob("*/*.yaml") if path.name != "base.yaml")
+TIERS = ("smoke", "small", "paper")
+FILES = sorted(path for tier in TIERS for path in (RECIPES / tier).glob("*.yaml") if path.name != "base.yaml")
 GOOD = """
 name: x
 model: {preset: tiny}

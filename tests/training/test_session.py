@@ -30,7 +30,7 @@ def events(run, kind):
 
 
 def only_run(out):
-    (run,) = out.glob("smoke-*")
+    (run,) = out.glob("*-*")
     return run
 
 

@@ -1,0 +1,65 @@
+"""On a GPU: killed and resumed, a run keeps its samples and its losses; with --deterministic, its bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from .conftest import RECIPES, same_weights
+from .test_session import lines, only_run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+CHANGES = [
+    "training.length=128", "training.batch_tokens=1024", "training.tokens=40960", "execution.micro_batch=4",
+    "execution.save_every=10", "model.config.vocab_size=256", "model.config.block_size=32",
+    "model.config.num_hidden_layers=3", "execution.compile=false",
+]  # fmt: skip
+
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "MemoryLayer", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}  # fmt: skip
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
+
+
+def start(corpus, out, mode, *options):
+    recipe = RECIPES / "small" / "elastic.yaml"
+    command = [sys.executable, "-c", "from elastic_memory.cli import main; main()", "train", str(recipe)]
+    keys = [word for key in CHANGES for word in ("--set", key)]
+    command += ["--data", str(corpus), "--out", str(out), *keys, *options]
+    if mode == "deterministic":
+        command.append("--deterministic")
+    sharded = mode == "fsdp2"
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(FSDP2 if sharded else {})}
+    return subprocess.Popen([*TORCHRUN, *command] if sharded else command, env=environment, start_new_session=True)
+
+
+@pytest.mark.parametrize("mode", ["fast", "deterministic", "fsdp2"])
+def test_killed_and_resumed_on_a_gpu(corpus, tmp_path, mode):
+    assert start(corpus, tmp_path / "whole", mode).wait() == 0
+    killed = start(corpus, tmp_path / "killed", mode)
+    while not list((tmp_path / "killed").glob("*/checkpoints/step-00000020")):
+        assert killed.poll() is None
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert start(corpus, tmp_path / "killed", mode, "--resume").wait() == 0
+
+    whole, killed = only_run(tmp_path / "whole"), only_run(tmp_path / "killed")
+    results = [json.loads((run / "result.json").read_text()) for run in (whole, killed)]
+    assert results[0]["sample_order"] == results[1]["sample_order"]
+    losses = [[line["loss"] for line in lines(run)] for run in (whole, killed)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    if mode == "deterministic":
+        assert losses[0] == losses[1]
+        assert same_weights(whole, killed)
+    if mode == "fsdp2":
+        assert any(killed.glob("checkpoints/*/pytorch_model_fsdp_0")), "the checkpoint is sharded"
