@@ -177,7 +177,7 @@ class Memory(nn.Module):
 
     def set_retrieval(self, **changes: Any) -> None:
         """Change how the state is read, at run time."""
-        raise ValueError(f"{type(self).__name__} has no retrieval to set; mechanisms that sample their history have")
+        raise ValueError(f"{type(self).__name__} has no retrieval to set: what it reads is settled when it is built")
 
     def adapt(self, state: State) -> tuple[State, str | None]:
         """Fit a state made under other retrieval settings to the present ones, and say what was done."""

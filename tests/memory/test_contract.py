@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
-from tests.memory.cases import BLOCK, CASES, DEFAULTS, REMEMBERING, fresh, logits, memory_of, small, tokens
+from tests.memory.cases import BLOCK, CASES, DEFAULTS, REMEMBERING, SMALL, fresh, logits, memory_of, small, tokens
 
 CLOSE = dict(atol=2e-5, rtol=0)  # logits are of the size of 1, and so is what memory does to them
 splits = st.lists(st.integers(1, 30), min_size=1, max_size=8)
@@ -247,13 +248,22 @@ def test_it_trains_in_bf16(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_the_tiny_preset_trains_in_bf16(case):
-    memory, options = CASES[case]
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_the_tiny_preset_trains_in_bf16(memory):
     torch.manual_seed(0)
-    config = em.MemoryLlamaConfig.preset("tiny", memory=memory, memory_options=options)
-    ids = torch.randint(0, config.vocab_size, (2, 8 * config.block_size))
+    config = em.MemoryLlamaConfig.preset("tiny", memory=memory)
+    ids = torch.randint(0, config.vocab_size, (1, 6 * config.block_size))
     assert_trains_in_bf16(em.MemoryLlamaForCausalLM(config), ids)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_it_can_be_attached_to_a_model_that_exists(name):
+    torch.manual_seed(0)
+    shape = {key: value for key, value in SMALL.items() if key != "block_size"}
+    model = em.attach_memory(LlamaForCausalLM(LlamaConfig(**shape)).eval(), memory=name, block_size=BLOCK)
+    assert list(model.memories) == MEMORIES[name].layers(3)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    torch.testing.assert_close(in_pieces(model, tokens(), [20, 25]), logits(model, tokens()), **CLOSE)
 
 
 @pytest.mark.parametrize("case", CASES)
