@@ -204,6 +204,7 @@ class Session:
     def _restart(self, error: UnstableError, step: int) -> None:
         """Prepare to begin again from the last checkpoint before the first bad step, with twice the warm-up."""
         run, past = self.run, self.run.history("restart")
+        self.everyone.wait_for_everyone()  # all have read the history before it grows
         rule = run.recipe.stability
         if len(past) >= rule.restarts:
             raise StoppedError(
