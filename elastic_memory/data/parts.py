@@ -47,7 +47,7 @@ def _files(source: Path, passed_over: Counter[str]) -> list[str]:
         return [str(source)]
     if not source.is_dir():
         raise ValueError(f"{source} is neither a file nor a folder")
-    files, folders = [], [str(source)]
+    root, files, folders = source.resolve(), [], [str(source)]
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
@@ -55,7 +55,7 @@ def _files(source: Path, passed_over: Counter[str]) -> list[str]:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
-                elif reason := _unfit(entry, source.resolve()):
+                elif reason := _unfit(entry, root):
                     passed_over[reason] += 1
                 else:
                     files.append(entry.path)
