@@ -13,6 +13,9 @@ def train(
     out: Annotated[Path, typer.Option(help="Where run folders go; a run is named by what it trains.")] = Path("runs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="Change a key: training.tokens=1e9")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
+    requeue: Annotated[
+        bool, typer.Option("--requeue", help="Go on with the run, or start it: for jobs that a scheduler starts again.")
+    ] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-exact on a GPU too, slower.")] = False,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="With --resume: a fresh optimizer, where its state was removed.")
@@ -53,7 +56,8 @@ def train(
     from elastic_memory.training.session import train as run
 
     try:
-        run(chosen, data, out, Resume(allowed=resume, weights_only=weights_only, new_machine=new_machine))
+        begun = Resume(allowed=resume or requeue, or_start=requeue, weights_only=weights_only, new_machine=new_machine)
+        run(chosen, data, out, begun)
     except StoppedError as error:
         print(f"elastic: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

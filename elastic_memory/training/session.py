@@ -38,6 +38,9 @@ class Resume:
     """How to treat a run that was begun before."""
 
     allowed: bool = False
+    or_start: bool = (
+        False  # where there is nothing to resume, start, even beside an unfinished run that is much like it
+    )
     weights_only: bool = False  # go on from the weights alone when the optimizer's state was removed
     new_machine: bool = False  # go on although devices, micro-batch or versions differ: same samples, other rounding
 
@@ -98,7 +101,7 @@ class Session:
                 f"{run.folder.name} was begun before and stands at step {last} of {run.recipe.training.steps}: "
                 "add --resume to go on, or remove the folder to start again"
             )
-        if self.resume.allowed and not run.exists:
+        if self.resume.allowed and not self.resume.or_start and not run.exists:
             self._refuse_other_recipe()
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         self.held.enter_context(locked(run.checkpoints / "lock"))
@@ -128,7 +131,7 @@ class Session:
             changed = [line for line in differences(old, new) if not line.startswith("execution.")]
             raise ValueError(
                 f"nothing to resume: this is not what {folder.name} trains ({'; '.join(changed)}). "
-                "Undo the change to resume it, or leave out --resume to begin a new run"
+                "Undo the change to resume it, or leave out --resume to begin a new run (--requeue never asks)"
             )
 
     def train(self) -> dict[str, Any]:

@@ -291,6 +291,7 @@ def test_resuming_something_else_shows_the_difference(quick, corpus, stopped_at_
     with pytest.raises(ValueError, match=r"training.learning_rate: 0.002 -> 0.001; training.seed: 42 -> 7"):
         train(other, corpus, stopped_at_8.parent, GO_ON)
     assert len(list(stopped_at_8.parent.iterdir())) == 1, "nothing was written"
+    assert train(other, corpus, stopped_at_8.parent, Resume(allowed=True, or_start=True))["starts"] == 1
 
 
 def test_another_machine_must_be_accepted(quick, corpus, stopped_at_8, undisturbed):
