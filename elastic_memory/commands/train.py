@@ -39,7 +39,7 @@ def train(
 
         elastic train recipes/smoke/elastic.yaml --data data/stdlib
 
-        torchrun --nproc-per-node 8 -m elastic_memory.cli train recipes/paper/elastic.yaml --data data/pg19
+        torchrun --nproc-per-node 8 --no-python elastic train recipes/paper/elastic.yaml --data data/pg19
     """
     from elastic_memory.training.recipe import load_recipe
     from elastic_memory.training.runs import StoppedError

@@ -38,9 +38,7 @@ class Resume:
     """How to treat a run that was begun before."""
 
     allowed: bool = False
-    or_start: bool = (
-        False  # where there is nothing to resume, start, even beside an unfinished run that is much like it
-    )
+    or_start: bool = False  # where there is nothing to resume, start, even beside an unfinished run much like it
     weights_only: bool = False  # go on from the weights alone when the optimizer's state was removed
     new_machine: bool = False  # go on although devices, micro-batch or versions differ: same samples, other rounding
 
