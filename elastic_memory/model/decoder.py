@@ -38,10 +38,9 @@ class Decoder:
     def fill(cls, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"], old: Self | None) -> Self:
         """A decoder that continues `cache`: the `old` one with new contents, if its shapes still fit."""
         decoder = old if old is not None and old.shapes == old._shapes(cache) else cls(backbone, cache, ids)
-        decoder._take(cache)
         if decoder.graph is None and ids.is_cuda:
-            decoder._capture()
-            decoder._take(cache)  # capturing ran the step
+            decoder._capture()  # runs the step, so what the buffers hold comes after it
+        decoder._take(cache)
         return decoder
 
     def __call__(self, ids: Int[Tensor, "batch 1"]) -> Float[Tensor, "batch 1 width"]:

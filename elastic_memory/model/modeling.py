@@ -93,6 +93,7 @@ class MemoryBackbone(_Model):
         return self
 
     @torch.no_grad()
+    @torch.inference_mode(False)  # a cache filled in inference mode must be of use outside it
     def _stream(
         self, ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None, cache: MemoryCache, keep: int
     ) -> Float[Tensor, "batch column width"]:

@@ -155,6 +155,18 @@ def test_one_memory_serves_many_questions(model):
     torch.testing.assert_close(logits, alone, **TOLERANCE)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_outlives_inference_mode(static, model):
+    ids = tokens(1, 30)
+    cache = em.MemoryCache(model, static=static)
+    with torch.inference_mode():
+        model(ids[:, :13], past_key_values=cache)
+        model(ids[:, 13:14], past_key_values=cache)
+    with torch.no_grad():
+        logits = torch.cat([model(x, past_key_values=cache).logits for x in ids[:, 14:].split(1, dim=1)], dim=1)
+        torch.testing.assert_close(logits, model(ids).logits[:, 14:], **TOLERANCE)
+
+
 def test_embeddings_instead_of_ids(model):
     ids = tokens(2, 30)
     with torch.no_grad():
