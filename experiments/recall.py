@@ -27,7 +27,7 @@ TIERS: dict[str, dict[str, Any]] = {
         "model": {"name": "tiny", "memory_multiple": 2, "block_size": 16, "points": 64},
     },
     "small": {
-        "rows": ALL, "tasks": list(TASKS), "steps": 1000, "batch": 64, "samples": 256,
+        "rows": ALL, "tasks": list(TASKS), "steps": 2000, "batch": 64, "samples": 256,
         "model": {"name": "tiny", "memory_multiple": 1, "block_size": 64, "points": 192, "hidden_size": 256,
                   "intermediate_size": 512, "num_hidden_layers": 6},
     },

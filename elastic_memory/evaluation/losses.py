@@ -32,17 +32,20 @@ def streamed_losses(model: Model, ids: Int[Tensor, "row token"], call: int) -> F
     return losses
 
 
-def streamed_logits(model: Model, ids: Int[Tensor, "row token"], call: int) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of `call` tokens at a time, and which tokens they are; everything remembered is carried on."""
+def streamed_logits(
+    model: Model, ids: Int[Tensor, "row token"], call: int, keep: int = 0
+) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of `call` tokens at a time (or of the last `keep` of them), and which tokens were read."""
     cache = empty_cache(model)
+    kept = {"logits_to_keep": keep} if keep else {}
     with evaluating(model):
         for start in range(0, ids.shape[1], call):
             piece = slice(start, min(start + call, ids.shape[1]))
-            output = model(_on(model, ids[:, piece]), past_key_values=cache, use_cache=True)
+            output = model(_on(model, ids[:, piece]), past_key_values=cache, use_cache=True, **kept)
             cache = getattr(output, "past_key_values", None)
             if cache is None and piece.stop < ids.shape[1]:
                 # The model keeps no cache: all of the context has to come in one call.
-                yield slice(0, ids.shape[1]), model(_on(model, ids), use_cache=False).logits
+                yield slice(0, ids.shape[1]), model(_on(model, ids), use_cache=False, **kept).logits
                 return
             yield piece, output.logits
 

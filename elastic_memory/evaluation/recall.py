@@ -19,45 +19,50 @@ from elastic_memory.shapes import Int, Tensor
 
 SAY, ASK, SET, END = range(4)
 FILLER = range(4, 12)
-SYMBOLS = range(12, 28)
-VOCABULARY = SYMBOLS.stop
+NAMES = range(12, 20)
+VALUES = range(20, 36)
+VOCABULARY = VALUES.stop
 
 
-class Fact(NamedTuple):
-    """What is said, how it is asked for, and the answer."""
+class Question(NamedTuple):
+    """How something is asked for, and the answer."""
 
-    said: list[int]
     asked: list[int]
     answer: list[int]
 
 
+class Fact(NamedTuple):
+    """What is said, and all that is asked about it."""
+
+    said: list[int]
+    questions: list[Question]
+
+
 def passkey(random: Random) -> Fact:
-    """Two symbols, said twice; asked for both."""
-    key = random.choices(SYMBOLS, k=2)
-    return Fact([SAY, *key, SAY, *key], [ASK], key)
+    """Two values, said twice; asked for both."""
+    key = random.choices(VALUES, k=2)
+    return Fact([SAY, *key, SAY, *key], [Question([ASK], key)])
 
 
 def associative(random: Random) -> Fact:
-    """Four symbols, each followed by another one; asked what followed one of them."""
-    names, values = random.sample(SYMBOLS, k=4), random.choices(SYMBOLS, k=4)
-    said = [token for pair in zip(names, values, strict=True) for token in (SAY, *pair)]
-    chosen = random.randrange(4)
-    return Fact(said, [ASK, names[chosen]], [values[chosen]])
+    """Four names, each with a value; asked for the value of each, in another order."""
+    pairs = {name: random.choice(VALUES) for name in random.sample(NAMES, k=4)}
+    said = [token for name, value in pairs.items() for token in (SAY, name, value)]
+    return Fact(said, [Question([ASK, name], [pairs[name]]) for name in random.sample(list(pairs), k=4)])
 
 
 def copying(random: Random) -> Fact:
-    """Eight symbols; asked for all of them in order."""
-    span = random.choices(SYMBOLS, k=8)
-    return Fact([SAY, *span, END], [ASK], span)
+    """Eight values; asked for all of them in order."""
+    span = random.choices(VALUES, k=8)
+    return Fact([SAY, *span, END], [Question([ASK], span)])
 
 
 def variables(random: Random) -> Fact:
-    """Assignments as in a program, one variable assigned anew; asked for the value a variable has at the end."""
-    names = random.sample(SYMBOLS, k=3)
-    lines = [(name, random.choice(SYMBOLS)) for name in [*names, random.choice(names)]]
+    """Assignments as in a program, one variable assigned anew; asked for what each variable is at the end."""
+    names = random.sample(NAMES, k=3)
+    lines = [(name, random.choice(VALUES)) for name in [*names, random.choice(names)]]
     said = [token for name, value in lines for token in (SET, name, value, END)]
-    name, value = random.choice(list(dict(lines).items()))
-    return Fact(said, [ASK, name], [value])
+    return Fact(said, [Question([ASK, name], [dict(lines)[name]]) for name in random.sample(names, k=3)])
 
 
 TASKS: dict[str, Callable[[Random], Fact]] = {
@@ -81,30 +86,35 @@ class Recall:
 
 def sample(fact: Fact, distance: int, blocks: int, block_size: int, random: Random) -> list[int]:
     """A row of `blocks` blocks that says the fact somewhere in the block `distance` before the last, and asks last."""
-    start, end = (blocks - 1 - distance) * block_size, blocks * block_size
-    question = [*fact.asked, *fact.answer]
     if not 0 <= distance < blocks:
         raise ValueError(f"distance {distance} in a row of {blocks} blocks: choose from 0 to {blocks - 1}")
-    room = block_size - len(fact.said) - (len(question) if distance == 0 else 0)
-    if room < 0:
-        raise ValueError(f"blocks of {block_size} tokens are too short to say {len(fact.said)} of them")
-    phase = random.randrange(len(FILLER))
+    asked = [token for question in fact.questions for part in question for token in part]
+    room = block_size - len(fact.said) - (len(asked) if distance == 0 else 0)
+    if room < 0 or len(asked) >= block_size:
+        raise ValueError(f"blocks of {block_size} tokens are too short for a task of {len(fact.said) + len(asked)}")
+    phase, end = random.randrange(len(FILLER)), blocks * block_size
     row = [FILLER[(i + phase) % len(FILLER)] for i in range(end)]
-    place = start + random.randint(0, room)
+    place = (blocks - 1 - distance) * block_size + random.randint(0, room)
     row[place : place + len(fact.said)] = fact.said
-    row[end - len(question) :] = question
+    row[end - len(asked) :] = asked
     return row
 
 
 def batch(
     task: str, distances: Iterable[int], blocks: int, block_size: int, random: Random
-) -> tuple[Int[Tensor, "row token"], int]:
-    """One row for each distance, and how many tokens at the end of every row are the answer."""
+) -> tuple[Int[Tensor, "row token"], Int[Tensor, " tail"]]:
+    """One row for each distance, and for the last tokens of every row the question they answer, -1 for none."""
     if task not in TASKS:
         raise ValueError(f"task {task!r}: choose from {', '.join(TASKS)}")
     facts = [(TASKS[task](random), distance) for distance in distances]
     rows = [sample(fact, distance, blocks, block_size, random) for fact, distance in facts]
-    return torch.tensor(rows), len(facts[0][0].answer)
+    # All facts of a task are asked for in the same form.
+    answered = [
+        mark
+        for number, question in enumerate(facts[0][0].questions)
+        for mark in [-1] * len(question.asked) + [number] * len(question.answer)
+    ]
+    return torch.tensor(rows), torch.tensor(answered)
 
 
 def recall(
@@ -114,14 +124,18 @@ def recall(
 
     Rows are streamed, so that lengths far beyond those trained on cost no memory.
     """
-    size = block_size_of(model)
+    size = _fitting_block_size(model)
     results = []
     for distance in distances:
         length = blocks or distance + 1
-        rows, answer = batch(task, [distance] * samples, length, size, Random(f"{seed} {task} {distance} {length}"))
-        logits = [logits[:, -answer:] for _, logits in streamed_logits(model, rows[:, :-1], size)][-1]
-        right = (logits.argmax(-1).cpu() == rows[:, -answer:]).all(dim=1)
-        results.append(Recall(task, distance, length, float(right.float().mean()), len(SYMBOLS) ** -float(answer)))
+        rows, answered = batch(task, [distance] * samples, length, size, Random(f"{seed} {task} {distance} {length}"))
+        tail = len(answered)
+        for _, logits in streamed_logits(model, rows[:, :-1], size, keep=tail):
+            last = logits[:, -tail:]
+        hit = last.argmax(-1).cpu() == rows[:, -tail:]
+        right = torch.stack([hit[:, answered == question].all(dim=1) for question in range(int(answered.max()) + 1)])
+        chance = len(VALUES) ** -float((answered == 0).sum())
+        results.append(Recall(task, distance, length, float(right.float().mean()), chance))
     return results
 
 
@@ -141,21 +155,26 @@ def learn(
     Lengths are random too, from 2 blocks to a bound that reaches `blocks` halfway: near things are learnt first, and
     not forgotten later.
     """
-    device, size = next(model.parameters()).device, block_size_of(model)
+    device, size = next(model.parameters()).device, _fitting_block_size(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     random = Random(seed)
     model.train()
     for step in range(steps):
-        bound = min(blocks, 2 + 2 * (blocks - 1) * step // steps)
-        length = random.randint(2, bound)
-        ids, answer = batch(task, [random.randint(1, length - 1) for _ in range(rows)], length, size, random)
-        ids = ids.to(device)
+        length = random.randint(2, min(blocks, 2 + 2 * (blocks - 1) * step // steps))
+        ids, answered = batch(task, [random.randint(1, length - 1) for _ in range(rows)], length, size, random)
+        labels = ids[:, -len(answered) :].masked_fill(answered < 0, -100).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = model(ids[:, :-1], logits_to_keep=answer).logits
-        loss = cross_entropy(logits.float().flatten(0, 1), ids[:, -answer:].flatten())
+            logits = model(ids[:, :-1].to(device), logits_to_keep=len(answered)).logits
+        loss = cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         report(step, float(loss.detach()))
     model.eval()
+
+
+def _fitting_block_size(model: Model) -> int:
+    if model.config.vocab_size < VOCABULARY:
+        raise ValueError(f"a vocabulary of {model.config.vocab_size}: the recall tasks use {VOCABULARY} tokens")
+    return block_size_of(model)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from elastic_memory import hippo
-from elastic_memory.evaluation.losses import Model, block_size_of, streamed_losses
+from elastic_memory.evaluation.losses import Model, block_size_of, streamed_logits
 from elastic_memory.evaluation.rows import token_ids
 from elastic_memory.shapes import Float, Tensor
 
@@ -108,10 +108,9 @@ def keys_and_values(model: Model, row: Any, layers: Sequence[int] | None = None)
     for index in wanted:
         if index not in attentions:
             raise ValueError(f"layer {index} of a model with {len(attentions)}: choose from 0 to {len(attentions) - 1}")
-    # One token more than is kept, because the last token of a row is predicted but never read.
-    padded = torch.cat([ids, ids[-1:]])
     with _tapped({i: attentions[i] for i in wanted}) as pieces:
-        streamed_losses(model, padded[None], block_size_of(model))
+        for _ in streamed_logits(model, ids[None], block_size_of(model), keep=1):
+            pass
     signals = {
         (i, part): torch.cat(found, dim=1)[0].double().unflatten(1, (-1, attentions[i].head_dim))
         for (i, part), found in pieces.items()

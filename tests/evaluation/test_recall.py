@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import elastic_memory as em
 from elastic_memory.evaluation import learn, recall
-from elastic_memory.evaluation.recall import ASK, FILLER, SAY, SET, TASKS, VOCABULARY, batch, sample
+from elastic_memory.evaluation.recall import FILLER, SAY, SET, TASKS, VOCABULARY, batch, sample
 from tests.evaluation.conftest import llama, model_with
 
 
@@ -19,31 +19,41 @@ def test_a_sample_says_it_once_at_its_distance_and_asks_last(task, distance, mor
     fact = TASKS[task](random)
     row = sample(fact, distance, blocks, 32, random)
     assert len(row) == blocks * 32 and max(row) < VOCABULARY
-    assert row[len(row) - len(fact.asked) - len(fact.answer) :] == [*fact.asked, *fact.answer]
-    body = row[: len(row) - len(fact.asked) - len(fact.answer)]
-    said = [i for i, token in enumerate(body) if token not in FILLER]
-    assert [body[i] for i in said] == fact.said
+    asked = [token for question in fact.questions for token in (*question.asked, *question.answer)]
+    assert row[len(row) - len(asked) :] == asked
+    said = [i for i, token in enumerate(row[: len(row) - len(asked)]) if token not in FILLER]
+    assert [row[i] for i in said] == fact.said
     assert {i // 32 for i in said} == {blocks - 1 - distance}
 
 
 @given(seed=st.integers(0, 999))
 def test_answers_follow_from_what_was_said(seed):
-    fact = TASKS["passkey"](Random(seed))
-    assert fact.said == [SAY, *fact.answer, SAY, *fact.answer]
+    said, ((_, answer),) = TASKS["passkey"](Random(seed))
+    assert said == [SAY, *answer, SAY, *answer]
 
-    fact = TASKS["associative"](Random(seed))
-    pairs = {fact.said[i + 1]: fact.said[i + 2] for i in range(0, len(fact.said), 3)}
-    assert len(pairs) == 4 and fact.answer == [pairs[fact.asked[1]]]
+    said, questions = TASKS["associative"](Random(seed))
+    pairs = {said[i + 1]: said[i + 2] for i in range(0, len(said), 3)}
+    assert {asked[1]: answer[0] for asked, answer in questions} == pairs and len(pairs) == 4
 
-    fact = TASKS["copying"](Random(seed))
-    assert fact.said[1:-1] == fact.answer and len(fact.answer) == 8
+    said, ((_, answer),) = TASKS["copying"](Random(seed))
+    assert said[1:-1] == answer and len(answer) == 8
 
-    fact = TASKS["variables"](Random(seed))
+    said, questions = TASKS["variables"](Random(seed))
     values = {}
-    for i in range(0, len(fact.said), 4):
-        assert fact.said[i] == SET
-        values[fact.said[i + 1]] = fact.said[i + 2]
-    assert fact.asked[0] == ASK and fact.answer == [values[fact.asked[1]]]
+    for i in range(0, len(said), 4):
+        assert said[i] == SET
+        values[said[i + 1]] = said[i + 2]
+    assert {asked[1]: answer[0] for asked, answer in questions} == values and len(said) == 16
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_tokens_that_are_scored_are_the_answers(task):
+    rows, answered = batch(task, [1, 2, 0], 3, 32, Random(5))
+    random = Random(5)
+    facts = [TASKS[task](random) for _ in range(3)]
+    for row, fact in zip(rows, facts, strict=True):
+        for number, question in enumerate(fact.questions):
+            assert row[-len(answered) :][answered == number].tolist() == question.answer
 
 
 def test_accuracy_counts_whole_answers():
@@ -114,6 +124,8 @@ def test_bad_input_is_named():
     model = llama(VOCABULARY)
     with pytest.raises(ValueError, match="'poem': choose from passkey"):
         recall(model, "poem", [1])
+    with pytest.raises(ValueError, match="a vocabulary of 20"):
+        recall(llama(20), "passkey", [1])
     with pytest.raises(ValueError, match="distance 5 in a row of 3 blocks"):
         recall(model, "passkey", [5], blocks=3)
     with pytest.raises(ValueError, match="blocks of 8 tokens are too short"):
