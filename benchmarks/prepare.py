@@ -52,6 +52,7 @@ def main() -> None:
     alone = tokenizer.tokenizer.backend_tokenizer.encode_batch if hasattr(tokenizer, "tokenizer") else None
     texts = documents(arguments.source, (4 if arguments.quick else 32) << 20)
     size = sum(len(text.encode()) for text in texts) / 1e6
+    load = round(os.getloadavg()[0], 1)
     times: dict[str, list[float]] = {"tokenizer": [], "prepare": []}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "texts.jsonl"
@@ -67,7 +68,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "load_before": round(os.getloadavg()[0], 1),
+        "load_before": load,
         "tokenizer": tokenizer.name,
         "megabytes": round(size, 1),
         "megabytes_per_second": rates,
