@@ -19,6 +19,11 @@ class Measured:
     tokens_per_second: float
 
     @property
+    def kind(self) -> tuple[str, str]:
+        """What makes two models equally good at using a device: memory and local attention."""
+        return self.recipe.model.memory, build_config(self.recipe).local_attention
+
+    @property
     def work(self) -> float:
         """Floating-point operations a second."""
         return self.tokens_per_second * flops_per_token(build_config(self.recipe), self.recipe.training.length)
@@ -59,7 +64,7 @@ def make_plan(recipe: Recipe, measured: Iterable[Measured], devices: int, price:
     config = build_config(recipe)
     work = flops_per_token(config, recipe.training.length)
     parameters = count_parameters(config)
-    alike = [run for run in measured if run.recipe.model.memory == recipe.model.memory]
+    alike = [run for run in measured if run.kind == (recipe.model.memory, config.local_attention)]
     if not alike:
         source = f"no run with memory {recipe.model.memory} was measured"
         return Plan(recipe, parameters, gigabytes(recipe, config, parameters), None, None, None, source)

@@ -39,7 +39,7 @@ def start(corpus, out, mode, *options):
         command.append("--deterministic")
     sharded = mode == "fsdp2"
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(FSDP2 if sharded else {})}
-    return subprocess.Popen([*TORCHRUN, *command] if sharded else command, env=environment, start_new_session=True)
+    return subprocess.Popen([*TORCHRUN, *command] if sharded else command, env=environment)
 
 
 @pytest.mark.parametrize("mode", ["fast", "deterministic", "fsdp2"])
@@ -49,8 +49,9 @@ def test_killed_and_resumed_on_a_gpu(corpus, tmp_path, mode):
     while not list((tmp_path / "killed").glob("*/checkpoints/step-00000020")):
         assert killed.poll() is None
         time.sleep(0.01)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
+    holder = (only_run(tmp_path / "killed") / "checkpoints" / "lock").read_text()  # process 123 on ...
+    os.kill(int(holder.split()[1]), signal.SIGKILL)
+    assert killed.wait() != 0
     assert start(corpus, tmp_path / "killed", mode, "--resume").wait() == 0
 
     whole, killed = only_run(tmp_path / "whole"), only_run(tmp_path / "killed")
