@@ -25,3 +25,12 @@ def test_links_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_results_are_those_on_record():
+    from elastic_memory.report import catalogue, results
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text == catalogue.insert(text, results.overview(ROOT), "results"), (
+        "run python -m elastic_memory.report.results"
+    )

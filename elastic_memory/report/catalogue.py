@@ -130,11 +130,11 @@ def write(root: Path) -> None:
     readme.write_text(insert(text, overview()), encoding="utf-8")
 
 
-def insert(text: str, table: str) -> str:
-    """`text` with `table` between the marks that say where the catalogue belongs."""
-    marked = re.compile("(?<=<!-- catalogue -->\n).*?(?=<!-- /catalogue -->)", re.DOTALL)
+def insert(text: str, table: str, mark: str = "catalogue") -> str:
+    """`text` with `table` between the marks that say where it belongs."""
+    marked = re.compile(f"(?<=<!-- {mark} -->\n).*?(?=<!-- /{mark} -->)", re.DOTALL)
     if not marked.search(text):
-        raise ValueError("no place for the catalogue: <!-- catalogue --> and <!-- /catalogue --> must mark it")
+        raise ValueError(f"no place for the {mark}: <!-- {mark} --> and <!-- /{mark} --> must mark it")
     return marked.sub(lambda _: table, text)
 
 

@@ -1,0 +1,85 @@
+"""The README's results, written from the records that runs and benchmarks left in the repository.
+
+python -m elastic_memory.report.results        # in the root of the repository
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from elastic_memory.report.catalogue import insert
+from elastic_memory.report.tables import Table
+
+
+def overview(root: Path) -> str:
+    """All tables, each with its protocol."""
+    parts = [recall(root), speed(root), small(root)]
+    return "\n".join(parts)
+
+
+def recall(root: Path) -> str:
+    """What `elastic reproduce recall` wrote."""
+    return (root / "results" / "recall.md").read_text()
+
+
+def speed(root: Path) -> str:
+    """Training speed at 100m."""
+    record = _newest(root / "benchmarks" / "results", "training-*.json")
+    rows = [
+        [
+            f"{row['memory']} {row['multiple']}x" if row["memory"] != "none" else "none",
+            "padded to 96" if row["pad_heads"] else "90",
+            f"{row['tokens_per_second'] / 1e3:.0f}k",
+            f"{row['ratio_to_none']:.3f}",
+            f"{row['peak_gib']:.0f} GiB",
+        ]
+        for row in record["rows"]
+    ]
+    columns = ["memory", "head dimension", "tokens/s", "ratio", "peak memory"]
+    note = (
+        f"{record['what']}. {record['device']}, torch {record['torch']}, {record['date']}, commit {record['commit']}."
+    )
+    return Table("Training at 100m", columns, rows, note).markdown()
+
+
+def small(root: Path) -> str:
+    """Runs of the tier small: too short to rank anything, long enough to see that all of it works."""
+    rows = []
+    for path in sorted((root / "results" / "training").glob("small-*.json")):
+        run, evaluated = json.loads(path.read_text()), root / "results" / "evaluation" / path.name
+        metrics: dict[str, Any] = (
+            json.loads(evaluated.read_text())["metrics"]["ppl"]["P0"] if evaluated.exists() else {}
+        )
+        rows.append(
+            [
+                path.stem.removeprefix("small-"),
+                f"{run['tokens'] / 1e6:.0f}M",
+                f"{run['tokens_per_second'] / 1e3:.0f}k",
+                f"{run['final_loss']:.2f}",
+                f"{metrics['ppl']:.1f}" if metrics else "-",
+                " ".join(f"{metrics['by_block'][block]:.0f}" for block in (0, 1, 15)) if metrics else "-",
+            ]
+        )
+    columns = ["memory", "tokens", "tokens/s", "final loss", "validation PPL", "PPL of blocks 0, 1, 15"]
+    note = (
+        "Tier small: 34M parameters, blocks of 512, samples of 8,192 tokens of mathematical text, one seed, one H200. "
+        "PPL[P0, L=512, T=8192, reset=sample, n=8191 x 48]. This early in training no ranking means anything."
+    )
+    return Table("Recipes of the tier small", columns, rows, note).markdown()
+
+
+def _newest(folder: Path, pattern: str) -> dict[str, Any]:
+    paths = sorted(folder.glob(pattern))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no {pattern}: run the benchmark first")
+    return json.loads(paths[-1].read_text())
+
+
+def write(root: Path) -> None:
+    """Bring the README up to date."""
+    readme = root / "README.md"
+    readme.write_text(insert(readme.read_text(encoding="utf-8"), overview(root), "results"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path.cwd())
