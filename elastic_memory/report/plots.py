@@ -1,5 +1,6 @@
 """Pictures: plain matplotlib, one function each, the same few colours everywhere."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -59,6 +60,27 @@ def reconstructions(
     figure.align_ylabels()
     figure.tight_layout()
     return save(figure, path)
+
+
+def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], across: str, up: str) -> Figure:
+    """One line of (x, y) per name; markers where there are few points."""
+    figure, axes = plt.subplots(figsize=(8, 3.8))
+    for name, (x, y) in series.items():
+        axes.plot(x, y, lw=1.4, marker="o" if len(x) <= 64 else "", ms=4, label=name)
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
+    _open(axes)
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the bytes of a picture; closes it."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150, bbox_inches="tight")
+    plt.close(figure)
+    return buffer.getvalue()
 
 
 def _open(axes: Axes) -> None:
