@@ -67,6 +67,8 @@ def prepare(
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         _compare(folder, manifest["plan"], plan)
+        # A run that was killed here had nothing left to do but to clear up.
+        shutil.rmtree(folder / ".work", ignore_errors=True)
         return manifest
     with _held(folder, shard), _plain_disk_errors(folder):
         _begin(folder, plan)

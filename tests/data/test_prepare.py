@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -132,6 +133,22 @@ def test_a_finished_folder_is_left_as_it_is(corpus, tmp_path):
         patch.setattr(RowMaker, "write", None)
         assert prepare(corpus, tmp_path / "out", tokenizer="bytes", length=100) == first
     assert tree(tmp_path / "out") == before
+
+
+def test_killed_while_clearing_up_leaves_nothing_to_the_next_run(corpus, tmp_path, monkeypatch):
+    prepare(corpus, tmp_path / "whole", tokenizer="bytes", length=100)
+
+    def interrupted(folder, **options):
+        if folder.name == ".work":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(corpus, tmp_path / "out", tokenizer="bytes", length=100)
+    assert (tmp_path / "out" / ".work").exists()
+    prepare(corpus, tmp_path / "out", tokenizer="bytes", length=100)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 def test_another_preparation_in_the_same_folder_is_refused_by_what_differs(corpus, tmp_path, tokenizer_folders):
