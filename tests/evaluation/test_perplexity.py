@@ -104,6 +104,13 @@ def test_no_call_is_longer_than_a_block_and_the_mode_is_restored():
     assert model.training
 
 
+def test_streaming_keeps_no_graph():
+    model, states = model_with(), []
+    model.register_forward_hook(lambda module, args, output: states.append(output.past_key_values.streams[2].state[0]))
+    perplexity(model, rows_of(45))
+    assert len(states) == 6 and not any(state.requires_grad for state in states)
+
+
 def test_a_model_without_a_cache_is_called_once_with_everything():
     class NoCache(torch.nn.Module):
         config = LLAMA.config
