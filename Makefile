@@ -17,7 +17,7 @@ demo: $(READY)   ## train two tiny models and compare them, on any machine
 	$(VENV)/bin/elastic demo
 
 test: $(READY)   ## the test suite
-	$(RUN) pytest -m 'not gpu and not slow and not faults' $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) pytest -n auto -m 'not gpu and not slow and not faults' $(ARGS)
 
 test-slow: $(READY)    ## the tests that take minutes each
 	$(RUN) pytest -m slow $(ARGS)

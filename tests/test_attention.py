@@ -41,7 +41,9 @@ def test_trapezoid(queries, before, grouping, dim):
 def test_window(queries, before, window):
     mask = window_mask(queries, before, window, torch.device("cpu"))
     for i in range(queries):
-        assert [j for j, seen in enumerate(mask[i]) if seen] == list(range(max(0, before + i - window + 1), before + i + 1))
+        assert [j for j, seen in enumerate(mask[i]) if seen] == list(
+            range(max(0, before + i - window + 1), before + i + 1)
+        )
     query, key, value = heads(4, queries, 8, 0), heads(2, before + queries, 8, 1), heads(2, before + queries, 8, 2)
     oracle = slow(query, key, value, mask)
     torch.testing.assert_close(masked(query, key, value, mask).double(), oracle, atol=1e-5, rtol=1e-5)
