@@ -110,6 +110,7 @@ def test_no_text_becomes_markup(tmp_path_factory, text):
         ("a.png", "GIF89a", "a.png: not a PNG"),
         ("metrics.jsonl", '{"tokens": 1, "loss": 2}\n{"tok\n', "metrics.jsonl line 2: not readable as JSON"),
         ("metrics.jsonl", '{"step": 1}\n', "metrics.jsonl line 1: a step has `tokens` and `loss`"),
+        ("metrics.jsonl", '{"tokens": 1, "loss": "low"}\n', "metrics.jsonl line 1: a step has `tokens` and `loss`"),
         ("notes.txt", "nothing of ours", "holds no results: expected tables"),
     ],
 )  # fmt: skip

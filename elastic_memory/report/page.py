@@ -39,7 +39,7 @@ class Results:
     """What a folder holds, by kind; each with the path it came from, relative to the folder."""
 
     tables: dict[str, Table] = field(default_factory=dict)
-    pictures: dict[str, Path] = field(default_factory=dict)
+    pictures: dict[str, bytes] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     trainings: dict[str, dict[str, Any]] = field(default_factory=dict)
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def _sort(path: Path, name: str, found: Results) -> None:
     if table:
         found.tables[name] = table
     elif path.suffix == ".png":
-        found.pictures[name] = path
+        found.pictures[name] = _png(path)
     elif path.name == "metrics.jsonl":
         found.curves[path.parent.name] = _steps(path)
     elif isinstance(content, dict) and isinstance(content.get("metrics"), dict):
@@ -143,13 +143,22 @@ def _parse(path: Path) -> Table | None:
     return Table(bold[1], columns, cells, note)
 
 
+def _png(path: Path) -> bytes:
+    content = path.read_bytes()
+    if not content.startswith(b"\x89PNG"):
+        raise ValueError(f"{path}: not a PNG picture")
+    return content
+
+
 def _steps(path: Path) -> list[dict[str, Any]]:
     """The steps of a run; a last line without an end was being written and does not count."""
     *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     steps = [parse_json(line, f"{path} line {index}") for index, line in enumerate(whole, 1)]
     for index, step in enumerate(steps, 1):
-        if not isinstance(step, dict) or not {"tokens", "loss"} <= step.keys():
-            raise ValueError(f"{path} line {index}: a step has `tokens` and `loss`, this is {str(step)[:80]}")
+        try:
+            step |= {"tokens": int(step["tokens"]), "loss": float(step["loss"])}
+        except (TypeError, LookupError, ValueError):
+            raise ValueError(f"{path} line {index}: a step has `tokens` and `loss`, this is {str(step)[:80]}") from None
     return steps
 
 
@@ -217,7 +226,7 @@ def _curve(steps: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """Tokens and losses, each point the mean of enough steps that noise does not hide the course."""
     group = max(1, len(steps) // POINTS, min(10, len(steps) // 20))
     groups = [steps[start : start + group] for start in range(0, len(steps), group)]
-    losses = [sum(float(step["loss"]) for step in group) / len(group) for group in groups]
+    losses = [sum(step["loss"] for step in group) / len(group) for group in groups]
     return [group[-1]["tokens"] for group in groups], losses
 
 
@@ -230,9 +239,9 @@ def _tables(results: Results) -> Iterator[str]:
         yield _table(table)
         picture = pictures.pop(re.sub(r"\.md$", ".png", name), None)
         if picture:
-            yield _picture(picture.read_bytes(), table.title)
+            yield _picture(picture, table.title)
     for name, picture in pictures.items():
-        yield _picture(picture.read_bytes(), name)
+        yield _picture(picture, name)
 
 
 def _records(title: str, records: Sequence[dict[str, Any]]) -> Table:
@@ -266,8 +275,6 @@ def _table(table: Table) -> str:
 
 
 def _picture(content: bytes, caption: str) -> str:
-    if not content.startswith(b"\x89PNG"):
-        raise ValueError(f"{caption}: not a PNG picture")
     text = html.escape(caption)
     encoded = base64.b64encode(content).decode()
     return f'<figure><img alt="{text}" src="data:image/png;base64,{encoded}"><figcaption>{text}</figcaption></figure>'
