@@ -92,8 +92,8 @@ class MemoryBackbone(_Model):
         """What a cache asks for its layers and parameters."""
         return self
 
-    @torch.no_grad()
     @torch.inference_mode(False)  # a cache filled in inference mode must be of use outside it
+    @torch.no_grad()  # innermost: leaving inference mode would switch gradients on again
     def _stream(
         self, ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None, cache: MemoryCache, keep: int
     ) -> Float[Tensor, "batch column width"]:
