@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from elastic_memory.evaluation.speed import speed
+import elastic_memory as em
+from elastic_memory.evaluation.throughput import Throughput, Workload, throughput
+from elastic_memory.memory import MEMORIES
 from elastic_memory.report.tables import Table
 from elastic_memory.training.environment import environment
 from elastic_memory.training.files import write_json
@@ -72,13 +74,26 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
                 continue
             multiple = int(column[:-1]) if column.endswith("x") else 1
             size = {} if name == "Infini-Transformer" else {"memory_multiple": multiple}
-            found = speed({"name": preset, **settings, **size}, plan["length"], plan["rows"], plan["repeats"])
+            found = timed({"name": preset, **settings, **size}, plan)
             record["cells"][f"{name}|{column}"] = dataclasses.asdict(found)
-            print(f"{name} {column}: {found.tokens_per_second:,.0f} tokens/s", flush=True)
+            print(f"{name} {column}: {found.training * plan['length']:,.0f} tokens/s", flush=True)
             write_json(path, record)
     (out / f"speed-{tier}.md").write_text(table(record, "training").markdown())
     (out / f"inference-{tier}.md").write_text(table(record, "inference").markdown())
     return record
+
+
+def timed(settings: dict[str, Any], plan: dict[str, Any]) -> Throughput:
+    """One configuration as it would be trained: on a GPU compiled, heads padded where the mechanism allows it."""
+    cuda = torch.cuda.is_available()
+    padded = cuda and not MEMORIES[settings["memory"]].no_padding
+    model: Any = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(**settings, pad_heads=padded))
+    if cuda:
+        torch._dynamo.reset()  # graphs of earlier models would count against the limit on recompilation
+        torch.cuda.empty_cache()
+        model.cuda().compile_blocks()
+    work = Workload(length=plan["length"], rows=plan["rows"], history=plan["length"] // 8, repeats=plan["repeats"])
+    return throughput({settings["memory"]: model}, work)[0]
 
 
 def table(record: dict[str, Any], kind: str) -> Table:
