@@ -123,7 +123,7 @@ class MemoryCache(Cache):
 
     def holds(self, ids: Int[Tensor, "rows column"]) -> bool:
         """Whether `ids` is a whole sequence that begins with what was read, as far as the open block can tell."""
-        if self.tokens is None or len(ids) % self.batch or ids.shape[1] < self.columns:
+        if self.tokens is None or not any(self.opened) or len(ids) % self.batch or ids.shape[1] < self.columns:
             return False
         read = ids[:: len(ids) // self.batch, : self.columns].to(self.tokens.device)
         return all(

@@ -103,16 +103,23 @@ class MemoryBackbone(_Model):
         source: Any = ids if ids is not None else embeds
         batch, columns = source.shape[:2]
         cache.begin(batch, source.device)
-        if cache.static and columns == 1 and ids is not None:
+        rows = _padded_rows(mask, columns)
+        if cache.static and columns == 1 and ids is not None and rows is None:
             return self._decode(ids, cache)
         cache.decoder = None
-        rows = _padded_rows(mask, columns)
         lengths = rows.lengths if rows else [columns] * batch
+        # Of each row only the tokens among the last columns are wanted, those from `firsts` on.
+        wanted = min(keep or columns, columns)
+        tail = _padded_rows(mask, wanted)
+        counts = tail.lengths if tail else [wanted] * batch
+        firsts = [length - count for length, count in zip(lengths, counts, strict=True)]
+        weight = self.embed_tokens.weight
+        kept = weight.new_zeros(batch, wanted, weight.shape[1])
         aligned = rows.align(source) if rows else source
         rope = Rope(self.rotary_emb, self.embed_tokens.weight)
         cache.refresh(rope)
 
-        done, pieces = [0] * batch, []
+        done = [0] * batch
         while any(length > start for start, length in zip(done, lengths, strict=True)):
             self._close_full([length > start for start, length in zip(done, lengths, strict=True)], rope, cache)
             takes = [
@@ -125,12 +132,10 @@ class MemoryBackbone(_Model):
             for layer, stream in zip(self.layers, cache.streams, strict=True):
                 hidden = layer(hidden, rope, stream, segment)
             cache.advance(takes, piece if ids is not None else None)
-            pieces.append((done, takes, hidden))
+            _keep(kept, hidden, list(zip(firsts, done, takes, strict=True)))
             done = [start + take for start, take in zip(done, takes, strict=True)]
-            if keep and rows is None:
-                pieces = _newest(pieces, keep)
         cache.columns += columns
-        return self.norm(_assemble(pieces, rows, columns, keep))
+        return self.norm(tail.restore(kept) if tail else kept)
 
     def _close_full(self, wanting: list[bool], rope: Rope, cache: MemoryCache) -> bool:
         """Fold the complete open blocks of rows that have more to read into memory."""
@@ -173,29 +178,14 @@ def _cut(x: Tensor, starts: list[int], width: int) -> Tensor:
     return x[torch.arange(len(x), device=x.device)[:, None], places.clamp(max=x.shape[1] - 1)]
 
 
-def _newest(pieces: list, keep: int) -> list:
-    """The pieces that hold the last `keep` tokens: the others need not be kept."""
-    held = 0
-    for index in range(len(pieces) - 1, -1, -1):
-        held += pieces[index][2].shape[1]
-        if held >= keep:
-            return pieces[index:]
-    return pieces
-
-
-def _assemble(pieces: list, rows: Rows | None, columns: int, keep: int) -> Tensor:
-    """The pieces' hidden states at the columns their tokens came from."""
-    if rows is None and all(len(set(takes)) == 1 for _, takes, _ in pieces):
-        hidden = torch.cat([hidden for _, _, hidden in pieces], dim=1)
-    else:
-        like = pieces[0][2]
-        hidden = like.new_zeros(len(like), columns, like.shape[2])
-        for done, takes, piece in pieces:
-            for row, (start, take) in enumerate(zip(done, takes, strict=True)):
-                hidden[row, start : start + take] = piece[row, :take]
-    if rows is not None:
-        hidden = rows.restore(hidden)
-    return hidden[:, -keep:]
+def _keep(kept: Tensor, hidden: Tensor, spans: list[tuple[int, int, int]]) -> None:
+    """Copy into `kept` what is wanted of a piece: row by row (first wanted token, first token here, tokens here)."""
+    for span in set(spans):
+        first, start, take = span
+        begin, end = max(first, start), start + take
+        if begin < end:
+            rows = slice(None) if len(set(spans)) == 1 else [row for row, own in enumerate(spans) if own == span]
+            kept[rows, begin - first : end - first] = hidden[rows, begin - start : take].to(kept.dtype)
 
 
 class MemoryCausalLM(_Model):
@@ -299,18 +289,18 @@ class MemoryCausalLM(_Model):
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. With a warm `past_key_values`, `inputs` are the tokens that come next.
 
-        The whole sequence, including what the cache has read, is understood too: it is recognised by the open block.
+        The whole sequence, including what the cache has read, is understood too: it is recognised by the open block. An
+        `attention_mask` that covers what was read and `inputs` says that they are new, whatever they look like.
         """
         cache = kwargs.get("past_key_values")
         ids = inputs if inputs is not None else kwargs.get("input_ids")
         if isinstance(cache, MemoryCache) and cache.columns and ids is not None:
-            whole = cache.holds(ids)
-            if whole and ids.shape[1] == cache.columns:
-                cache.rollback(1)  # the newest token is read again, for its logits
-            elif not whole and (mask := kwargs.get("attention_mask")) is None:
-                kwargs["attention_mask"] = ids.new_ones(len(ids), cache.columns + ids.shape[1])
-            elif not whole and mask.shape[1] == ids.shape[1]:
+            mask = kwargs.get("attention_mask")
+            mask = torch.ones_like(ids) if mask is None else mask
+            if mask.shape[1] == ids.shape[1] and not cache.holds(ids):
                 kwargs["attention_mask"] = torch.cat((mask.new_ones(len(ids), cache.columns), mask), dim=1)
+            elif mask.shape[1] == ids.shape[1] == cache.columns:
+                cache.rollback(1)  # the newest token is read again, for its logits
         return super().generate(inputs, *args, **kwargs)
 
     def _prepare_cache_for_generation(

@@ -55,6 +55,35 @@ def test_on_a_warm_cache(model, ids):
     assert cache.clock == [45 + 24] * 2  # the last token generated has not been read
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 4}])
+@pytest.mark.parametrize("static", [False, True])
+def test_padding_on_a_warm_cache(model, ids, static, options):
+    """Rows with clocks of their own go on as each would alone; pieces of a prompt may be padding from end to end."""
+    options, mask = GREEDY | options, torch.ones_like(ids)
+    mask[1, :13] = 0
+    cache = em.MemoryCache(model, static=static)
+    model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
+    warm = model.generate(ids[:, 30:], attention_mask=mask[:, 30:], past_key_values=cache, **options)
+    for row, start in enumerate((0, 13)):
+        alone = model.generate(ids[row : row + 1], attention_mask=mask[row : row + 1], **options)
+        assert torch.equal(warm[row, 15:], alone[0, 45:])
+        assert torch.equal(alone[:, 45:], model.generate(ids[row : row + 1, start:], **options)[:, 45 - start :])
+
+
+def test_new_tokens_that_look_like_old_ones(model):
+    """An empty open block cannot tell; nor can any, if a mask says that the tokens are new."""
+    ids = torch.arange(1, 17).repeat(1, 2)
+    expected = model.generate(ids, **GREEDY)[:, 16:]
+    cache = em.MemoryCache(model)
+    model(ids[:, :20], past_key_values=cache)
+    cache.rollback(4)
+    assert torch.equal(model.generate(ids[:, 16:], past_key_values=cache.fork(), **GREEDY), expected)
+    cache = em.MemoryCache(model)
+    model(ids[:, :16], past_key_values=cache)
+    new = model.generate(ids[:, 16:], past_key_values=cache, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert torch.equal(new, expected)
+
+
 def test_pipeline_conventions(model):
     assert model.can_generate()
     assert model.generation_config is not None

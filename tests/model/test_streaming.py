@@ -187,6 +187,36 @@ def test_only_the_wanted_logits(model):
             torch.testing.assert_close(streamed, every[:, -keep:], **TOLERANCE)
 
 
+@pytest.mark.parametrize("keep", [1, 5, 20])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_wanted_logits_of_rows_with_their_own_clocks(keep, padded, model):
+    """Rows whose blocks end at different columns, on a warm cache; the newest tokens padded again, or not."""
+    ids, mask = tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
+    mask[1, :13] = 0
+    if padded:
+        mask[0, 41:47] = 0
+    cache = em.MemoryCache(model)
+    with torch.no_grad():
+        model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
+        new = mask[:, 30:] if padded else None
+        logits = model(ids[:, 30:], attention_mask=new, past_key_values=cache, logits_to_keep=keep).logits
+        expected = model(ids, attention_mask=mask).logits[:, -keep:]
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_padding_alone_changes_nothing(static, model):
+    ids = tokens(2, 30)
+    cache = em.MemoryCache(model, static=static)
+    with torch.no_grad():
+        for _ in range(2):  # of a cache that is empty, and of a warm one
+            model(ids[:, :7], attention_mask=torch.zeros(2, 7), past_key_values=cache)
+            model(ids[:, :1], attention_mask=torch.zeros(2, 1), past_key_values=cache)
+            assert set(cache.clock) <= {0, 15}
+            logits = model(ids[:, cache.clock[0] :][:, :15], past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(ids).logits[:, 15:], **TOLERANCE)
+
+
 def test_the_cache_does_not_grow(model):
     _, cache = in_pieces(model, tokens(1, 8 * 20), [8 * 20])
     size = cache.nbytes()
