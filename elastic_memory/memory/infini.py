@@ -103,7 +103,7 @@ class InfiniMemory(Memory):
     def write(self, state: State, block: Block, seen: int) -> InfiniState:
         """z <- z + sum sigma(k), and M <- M + sigma(K)^T (V - sigma(K) M / sigma(K) z); if linear, the V alone."""
         matrix, normaliser = state
-        feature, value = sigma(block.key), wide(block.value)
+        feature, value = sigma(block.key).to(matrix.dtype), block.value.to(matrix.dtype)
         if self.update == "delta":
             value = value - feature @ matrix / (feature @ normaliser[..., None] + EPSILON)
         return InfiniState(matrix + feature.mT @ value, normaliser + feature.sum(2))

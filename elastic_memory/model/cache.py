@@ -114,6 +114,8 @@ class MemoryCache(Cache):
             self.seen[row] += self.opened[row]
             self.opened[row] = 0
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def refresh(self, rope: Any) -> None:
         """Follow a change of retrieval settings since the last call, and say what became of the states."""
         layers = zip(self.model.base_model.layers, self.streams, strict=True)
@@ -133,6 +135,7 @@ class MemoryCache(Cache):
 
     # -- rows, time travel ---------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep, repeat or reorder rows."""
         chosen = rows.tolist()
@@ -142,6 +145,7 @@ class MemoryCache(Cache):
         for stream in self.streams:
             stream.select(rows)
 
+    @torch.inference_mode(False)
     def fork(self) -> Self:
         """An independent copy; the original goes on unaffected."""
         copy = type(self).__new__(type(self))
@@ -178,7 +182,8 @@ class MemoryCache(Cache):
     def load(cls, path: str | Path, model: "MemoryCausalLM", force: bool = False, static: bool = False) -> Self:
         """Read a memory file. Another model's is refused; `force=True` accepts other weights if all shapes agree."""
         cache = cls(model, static)
-        memory_file.load(cache, Path(path), force)
+        with torch.inference_mode(False), torch.no_grad():
+            memory_file.load(cache, Path(path), force)
         return cache
 
     def nbytes(self) -> int:

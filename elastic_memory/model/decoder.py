@@ -31,13 +31,14 @@ class Decoder:
         self.remembered = [self._remembered(stream) for stream in self.streams]
         self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
         self.readings = [stream.reading and tuple(part.clone() for part in stream.reading) for stream in self.streams]
-        self.shapes = self._shapes(cache)
+        self.shapes, self.settled = self._shapes(cache), self.conditions(backbone)
         self.graph: Any = None
 
     @classmethod
     def fill(cls, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"], old: Self | None) -> Self:
         """A decoder that continues `cache`: the `old` one with new contents, if its shapes still fit."""
-        decoder = old if old is not None and old.shapes == old._shapes(cache) else cls(backbone, cache, ids)
+        fits = old is not None and old.shapes == cls._shapes(cache) and old.settled == cls.conditions(backbone)
+        decoder = old if old is not None and fits else cls(backbone, cache, ids)
         if decoder.graph is None and ids.is_cuda:
             decoder._capture()  # runs the step, so what the buffers hold comes after it
         decoder._take(cache)
@@ -85,7 +86,6 @@ class Decoder:
 
     def _take(self, cache: "MemoryCache") -> None:
         """Copy what the cache holds into the buffers, and let the cache hold the buffers."""
-        self.retrieval = [layer.memory.retrieval for layer in self.backbone.layers]
         self.positions.copy_(torch.tensor(cache.opened)[:, None])
         self.begun.copy_(torch.tensor(cache.seen)[:, None] > 0)
         if cache.tokens is not None:
@@ -110,8 +110,14 @@ class Decoder:
         return torch.arange(columns, device=device) < counts[:, None]
 
     @staticmethod
+    def conditions(backbone: Any) -> list[Any]:
+        """What a captured step depends on besides the cache: where the weights are, and how memories are read."""
+        weight = backbone.embed_tokens.weight
+        return [weight.data_ptr(), weight.dtype, *(layer.memory.retrieval for layer in backbone.layers)]
+
+    @staticmethod
     def _shapes(cache: "MemoryCache") -> list[Any]:
-        """What a captured step depends on."""
+        """What it depends on in the cache."""
         return [
             (len(stream.counts), stream.front, [part.shape for part in stream.reading or ()])
             for stream in cache.streams

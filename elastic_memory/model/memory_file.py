@@ -62,14 +62,17 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
     """Write `cache` to `path`, whole or not at all."""
     if not cache.streams:
         raise ValueError("this cache has read nothing yet: there is nothing to save")
+    cache.refresh(cache.model.base_model.rope())  # a state of the order that the file will name
     longest = max(cache.opened)
     tensors: dict[str, Tensor] = {}
     for index, stream in enumerate(cache.streams):
         tensors |= {f"layers.{index}.state.{part}": tensor for part, tensor in enumerate(stream.state)}
     if exact or cache.locality.sliding:
         for index, stream in enumerate(cache.streams):
-            tensors |= {f"layers.{index}.open.{name}": x for name, x in stream.open_tokens(longest).items()}
-            tensors |= {f"layers.{index}.window.{part}": x for part, x in enumerate(stream.window or ())}
+            held = {f"open.{name}": x for name, x in stream.open_tokens(longest).items()}
+            held |= {f"window.{part}": x for part, x in enumerate(stream.window or ())}
+            # Autocast may have left them in half precision, which the model's own holds without loss.
+            tensors |= {f"layers.{index}.{name}": x.to(cache.model.dtype) for name, x in held.items()}
     if cache.tokens is not None:
         tensors["tokens"] = cache.tokens[:, :longest]
     elif not (exact or cache.locality.sliding):

@@ -63,6 +63,8 @@ class MemoryBackbone(_Model):
         if use_cache and past_key_values is None:
             past_key_values = MemoryCache(self._owner())
         if past_key_values is not None:
+            if output_hidden_states:
+                raise ValueError("output_hidden_states: a stream keeps none of them; call without a cache")
             hidden = self._stream(input_ids, inputs_embeds, attention_mask, past_key_values, keep)
             return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
@@ -148,8 +150,8 @@ class MemoryBackbone(_Model):
 
     def _decode(self, ids: Int[Tensor, "batch 1"], cache: MemoryCache) -> Float[Tensor, "batch 1 width"]:
         """One token of each row by the cache's decoder, which is filled anew whenever blocks close."""
-        retrieval = [layer.memory.retrieval for layer in self.layers]
-        if cache.decoder is None or cache.block_size in cache.opened or cache.decoder.retrieval != retrieval:
+        ready = cache.decoder is not None and cache.decoder.settled == Decoder.conditions(self)
+        if cache.decoder is None or not ready or cache.block_size in cache.opened:
             rope = self.rope()
             cache.refresh(rope)
             self._close_full([True] * len(ids), rope, cache)
@@ -291,6 +293,7 @@ class MemoryCausalLM(_Model):
 
         The whole sequence, including what the cache has read, is understood too: it is recognised by the open block. An
         `attention_mask` that covers what was read and `inputs` says that they are new, whatever they look like.
+        `inputs_embeds` are always the whole sequence, as transformers wants them.
         """
         cache = kwargs.get("past_key_values")
         ids = inputs if inputs is not None else kwargs.get("input_ids")

@@ -113,9 +113,12 @@ class LayerStream:
     def _room(self, name: str, like: Tensor, axis: int, front: int, tokens: int) -> Tensor:
         """The buffer called `name`, with room for `tokens` open tokens behind its front columns."""
         buffer = self.open.get(name)
-        if buffer is None or buffer.shape[axis] < front + tokens:
+        # Another precision than before: under autocast or no longer, or the model was cast.
+        if buffer is None or buffer.shape[axis] < front + tokens or buffer.dtype != like.dtype:
             shape = list(like.shape)
             shape[axis] = front + max(SMALLEST, 1 << (tokens - 1).bit_length())
+            if buffer is not None:
+                shape[axis] = max(shape[axis], buffer.shape[axis])
             grown = like.new_zeros(shape)
             if buffer is not None:
                 grown.narrow(axis, 0, buffer.shape[axis]).copy_(buffer)
@@ -162,7 +165,8 @@ class LayerStream:
         self._merge(rows, reading, block.value.dtype)
         if window is not None:
             old = self.window or tuple(part.new_zeros(len(self.counts), *part.shape[1:]) for part in window)
-            self.window = tuple(_put(a, rows, b) for a, b in zip(old, window, strict=True))  # type: ignore[assignment]
+            pairs = zip(old, window, strict=True)
+            self.window = tuple(_put(a.to(b.dtype), rows, b) for a, b in pairs)  # type: ignore[assignment]
         self.reopen(kept)
 
     def open_tokens(self, longest: int | None = None) -> dict[str, Tensor]:
@@ -197,7 +201,8 @@ class LayerStream:
             return
         width = max(self.counts)
         old = self.reading or tuple(part.new_zeros(len(self.counts), *part.shape[1:]) for part in reading)
-        self.reading = tuple(_put(_widen(a, width), rows, _widen(b, width)) for a, b in zip(old, reading, strict=True))
+        pairs = zip(old, reading, strict=True)
+        self.reading = tuple(_put(_widen(a.to(b.dtype), width), rows, _widen(b, width)) for a, b in pairs)
 
     def refresh(self, seen: list[int], host: Host, dtype: torch.dtype) -> str | None:
         """After `set_retrieval`: fit the state to the new settings and read it anew. Says what became of the state."""

@@ -26,6 +26,30 @@ def saved(model, ids, tmp_path):
     return model, tmp_path / "book.memory.safetensors", expected
 
 
+@pytest.mark.parametrize("local", ["block", "sliding"])
+def test_a_stream_under_autocast_is_saved_exactly(local, ids, tmp_path):
+    model = small_model(local_attention=local)
+    cache = em.MemoryCache(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(ids[:, :30], past_key_values=cache)
+        cache.save(tmp_path / "memory", exact=True)
+        loaded = em.MemoryCache.load(tmp_path / "memory", model)
+        expected = model(ids[:, 30:], past_key_values=cache).logits
+        assert torch.equal(model(ids[:, 30:], past_key_values=loaded).logits, expected)
+
+
+def test_saved_right_after_a_change_of_order(model, ids, tmp_path):
+    cache = em.MemoryCache(model)
+    with torch.no_grad():
+        model(ids[:, :30], past_key_values=cache)
+        model.set_retrieval(order=20)
+        with pytest.warns(UserWarning, match="order raised"):
+            cache.save(tmp_path / "memory")
+        loaded = em.MemoryCache.load(tmp_path / "memory", model)
+        logits = model(ids[:, 30:], past_key_values=cache).logits
+        torch.testing.assert_close(model(ids[:, 30:], past_key_values=loaded).logits, logits, atol=1e-4, rtol=0)
+
+
 def test_round_trip_of_a_model(model, ids, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elastic_memory as em
+from elastic_memory.memory import MEMORIES
 from tests.conftest import small_model
 
 MODELS = {
@@ -167,6 +168,56 @@ def test_a_cache_outlives_inference_mode(static, model):
         torch.testing.assert_close(logits, model(ids).logits[:, 14:], **TOLERANCE)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_inference_mode_made_is_of_use_outside_it(exact, model, tmp_path):
+    """Forks, selections and loaded files, too."""
+    ids, cache = tokens(1, 30), em.MemoryCache(model)
+    with torch.inference_mode():
+        model(ids[:, :13], past_key_values=cache)
+        cache.save(tmp_path / "memory", exact=exact)
+        caches = [cache.fork(), cache.fork(), em.MemoryCache.load(tmp_path / "memory", model)]
+        caches[1].select(torch.tensor([0]))
+    for one in caches:
+        logits = model(ids[:, 13:], past_key_values=one).logits
+        torch.testing.assert_close(logits, model(ids).logits[:, 13:], **TOLERANCE)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("local", ["block", "sliding"])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_precision_may_change_within_a_stream(memory, local, static, padded):
+    """Autocast on and off, then a model that was cast: as close as bfloat16 is."""
+    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
+    try:
+        model, ids = small_model(memory, local_attention=local, initializer_range=0.1, **overrides), tokens(2, 60)
+    except ValueError:
+        pytest.skip("undefined with sliding attention")
+    cache, mask = em.MemoryCache(model, static=static), torch.ones_like(ids)
+    mask[1, :3] = 1 - padded
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        for start, end in ((0, 11), (11, 12), (12, 30), (30, 31), (31, 50)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=start in (0, 11, 30)):
+                new = model(ids[:, start:end], attention_mask=mask[:, start:end], past_key_values=cache).logits
+            assert (new - expected[:, start:end]).norm() < 0.1 * expected[:, start:end].norm()
+        model.bfloat16()
+        for start in range(50, 60):
+            new = model(ids[:, start : start + 1], past_key_values=cache).logits
+            assert (new - expected[:, start : start + 1]).norm() < 0.1 * expected[:, start : start + 1].norm()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_double_precision(memory):
+    """States are float32 whatever the model is."""
+    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
+    model, ids = small_model(memory, **overrides).double(), tokens(2, 40)
+    logits, cache = in_pieces(model, ids, [5, 20, 15])
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(ids).logits, **TOLERANCE)
+    assert {part.dtype for stream in cache.streams for part in stream.state} <= {torch.float32}
+
+
 def test_embeddings_instead_of_ids(model):
     ids = tokens(2, 30)
     with torch.no_grad():
@@ -253,6 +304,7 @@ def test_bad_input(model, ids):
         (lambda: model(ids, attention_mask=torch.ones(2, 3), past_key_values=em.MemoryCache(model)), "45 tokens"),
         (lambda: model(ids, attention_mask=torch.ones(2, 1, 45, 45)), "batch, column"),
         (lambda: model(ids, output_attentions=True), "output_attentions"),
+        (lambda: model(ids, use_cache=True, output_hidden_states=True), "without a cache"),
         (lambda: model.train()(ids, labels=ids, use_cache=True), "whole samples"),
         (lambda: small_model("none").set_retrieval(points=3), "no memory"),
         (lambda: model.set_retrieval(sampling="uniforn"), "uniform"),
