@@ -37,10 +37,13 @@ def generate(
     from elastic_memory.evaluation.loading import load_model, tokenizer_of
     from elastic_memory.model import MemoryCache
 
-    if tokens < 0 or temperature < 0 or not 0 < top_p <= 1:
+    if tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
         raise ValueError(
             f"tokens={tokens}, temperature={temperature}, top_p={top_p}: give >= 0, >= 0 and 0 < top_p <= 1"
         )
+    if memory and (memory.is_dir() or not memory.absolute().parent.is_dir()):
+        raise ValueError(f"--memory {memory}: give a file, in a folder that exists")
+    text = _read(prompt_file) + (prompt or "")
     model = load_model(checkpoint)
     encoder = load_tokenizer(tokenizer) if tokenizer else tokenizer_of(checkpoint)
     if encoder is None:
@@ -52,19 +55,20 @@ def generate(
     if sampling:
         model.set_retrieval(sampling=sampling)
     cache = MemoryCache.load(memory, model, force=force) if memory and memory.exists() else MemoryCache(model)
-
-    text = _read(prompt_file) + (prompt or "")
+    if cache.batch > 1:
+        raise ValueError(f"{memory} holds {cache.batch} rows: this command continues one")
     if not text and not cache.columns:
         raise ValueError("nothing to continue: give --prompt-file, --prompt, or a --memory that exists")
     if text:
         _feed(model, cache, torch.tensor(encoder.encode(text).astype("int64"))[None].to(model.device))
     if tokens:
         torch.manual_seed(seed)
-        # The newest token is read again, for its logits.
+        # The newest token is read again, for its logits; the mask says that it is new to the cache.
         newest = cache.tokens[:, cache.opened[0] - 1 : cache.opened[0]]  # type: ignore[index]
         cache.rollback(1)
-        model.generate(
+        written = model.generate(
             newest,
+            attention_mask=newest.new_ones(1, cache.columns + 1),
             past_key_values=cache,
             max_new_tokens=tokens,
             do_sample=temperature > 0,
@@ -72,6 +76,7 @@ def generate(
             streamer=TextStreamer(_Decoder(encoder), skip_prompt=True),  # type: ignore[arg-type]
             **({"temperature": temperature, "top_p": top_p} if temperature > 0 else {}),
         )
+        model(written[:, -1:], past_key_values=cache)  # the last one, too, belongs to what was said
     if memory:
         cache.save(memory)
         typer.echo(f"{memory}: {cache.clock[0]:,} tokens in {memory.stat().st_size / 2**20:.2f} MiB", err=True)
@@ -90,18 +95,22 @@ class _Decoder:
 def _read(path: Path | None) -> str:
     if path is None:
         return ""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give a file of text")
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def _feed(model, cache, ids) -> None:  # type: ignore[no-untyped-def]
     """Read the prompt, with a progress bar where that takes a while."""
-    from rich.progress import Progress, TimeRemainingColumn
+    from rich.console import Console
+    from rich.progress import Progress
 
     size = model.config.block_size if hasattr(model.config, "block_size") else cache.block_size
-    with Progress(*Progress.get_default_columns(), TimeRemainingColumn(), transient=True) as progress:
+    # Standard output is for what the model says.
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=ids.shape[1])
         for piece in ids.split(size, dim=1):
             model(piece, past_key_values=cache, logits_to_keep=1)

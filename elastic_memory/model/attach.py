@@ -48,6 +48,12 @@ def attach_memory(
     saved = getattr(config, SAVED, None)
     values = dict(saved) if saved and given == DEFAULTS else dict(given)
     settings = MemorySettings(geometry=_geometry(config, values.pop("block_size")), **values)
+    window = getattr(config, "sliding_window", None)
+    if window and (settings.local_attention == "full" or settings.geometry.block_size > window):
+        raise ValueError(
+            f"{type(model).__name__} looks back {window} tokens, which block_size={settings.geometry.block_size} with "
+            f"local_attention={settings.local_attention!r} exceeds: give a block_size up to {window}"
+        )
 
     backbone = model.model
     original = (model.__class__, backbone.__class__, backbone.layers)

@@ -1,5 +1,7 @@
 """Llama, its layers replaced: `MemoryLlamaForCausalLM`, and two mixins that do the same for other such models."""
 
+import copy
+from types import MethodType
 from typing import Any
 
 import torch
@@ -7,6 +9,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils import can_return_tuple
 
 from elastic_memory.memory import MEMORIES, Memory
 from elastic_memory.model.cache import MemoryCache
@@ -34,6 +37,7 @@ class MemoryBackbone(_Model):
         """Rotary positions of this model."""
         return Rope(self.rotary_emb, self.embed_tokens.weight)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "batch column"] | None = None,
@@ -193,6 +197,7 @@ def _keep(kept: Tensor, hidden: Tensor, spans: list[tuple[int, int, int]]) -> No
 class MemoryCausalLM(_Model):
     """Mixin for `LlamaForCausalLM` and its kind: loss without logits, caches, retrieval settings, accounting."""
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "batch column"] | None = None,
@@ -222,6 +227,7 @@ class MemoryCausalLM(_Model):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             keep=kept,
+            return_dict=True,
             **kwargs,
         )
         hidden, loss, logits = outputs.last_hidden_state, None, None
@@ -243,10 +249,10 @@ class MemoryCausalLM(_Model):
         """
         options = {"fullgraph": True, "dynamic": False} | options
         for layer in self.base_model.layers:
-            if layer.memory.parallel:
-                layer.blocks = torch.compile(layer.blocks, **options)
-            else:  # a loop over blocks: its body once, instead of all its rounds in one long graph
-                layer.one_block = torch.compile(layer.one_block, **options)
+            # Where there is a loop over blocks, its body once instead of all its rounds in one long graph.
+            name = "blocks" if layer.memory.parallel else "one_block"
+            # Bound to the layer after compilation, as a copy of the layer then has its own.
+            setattr(layer, name, MethodType(torch.compile(getattr(MemoryLayer, name), **options), layer))
         self._loss = torch.compile(next_token_loss, **options)
 
     _loss = staticmethod(next_token_loss)
@@ -273,16 +279,17 @@ class MemoryCausalLM(_Model):
         names = {kind: name for name, kind in MEMORIES.items()}
         report = []
         for index, memory in self.memories.items():
-            floats = memory.floats
+            counted = memory
             if getattr(self.config, "pad_heads", False):  # count what was asked for, not what is stored
-                with torch.device("meta"):
-                    floats = self.config.settings().memory_at(index).floats
+                counted = copy.deepcopy(memory)
+                for part in counted.modules():
+                    part.geometry = self.config.geometry()
             report.append(
                 {
                     "layer": index,
                     "memory": names[type(memory)],
-                    "state_floats": floats.paper,
-                    "carried_floats": floats.carried,
+                    "state_floats": counted.floats.paper,
+                    "carried_floats": counted.floats.carried,
                     "extra_parameters": memory.extra_parameters,
                 }
             )

@@ -118,6 +118,20 @@ def test_half_precision_and_training_mode_are_kept(ids):
     assert torch.isfinite(model(ids).logits).all()
 
 
+@torch.no_grad()
+def test_a_model_with_a_window_of_its_own(ids):
+    """Inside the window a block is what it was; sliding attention is what it was everywhere; more is refused."""
+    windowed = lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)).eval()  # noqa: E731
+    torch.manual_seed(0)
+    model = windowed()
+    before = model(ids).logits
+    em.attach_memory(model, memory="none", block_size=8, local_attention="sliding")
+    torch.testing.assert_close(model(ids).logits, before, atol=1e-5, rtol=1e-5)
+    for settings in (dict(block_size=9), dict(block_size=8, memory="none", local_attention="full")):
+        with pytest.raises(ValueError, match="looks back 8 tokens"):
+            em.attach_memory(windowed(), **settings)
+
+
 def test_bad_input(ids):
     model = FAMILIES["llama"]()
     for call, message in [

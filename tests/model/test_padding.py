@@ -59,3 +59,12 @@ def test_fresh_and_loaded_models_are_padded_with_zeros(tmp_path, ids):
 def test_where_zeros_would_matter_it_is_refused():
     with pytest.raises(ValueError, match="pad_heads would change"):
         em.MemoryLlamaConfig.preset("tiny", memory="infini", pad_heads=True)
+
+
+def test_the_report_follows_the_retrieval_settings():
+    """Padding does not count, at whatever order."""
+    padded, plain = small_model(pad_heads=True, head_dim=6), small_model(head_dim=6)
+    for model in (padded, plain):
+        model.set_retrieval(order=20)
+    assert padded.memory_report() == plain.memory_report()
+    assert padded.memory_report()[0]["state_floats"] == 20 * 2 * 6 * 2

@@ -1,5 +1,7 @@
 """The training road: causality, gradients, compilation, checkpointing, loss."""
 
+import copy
+
 import pytest
 import torch
 
@@ -91,6 +93,25 @@ def test_compiled_is_eager_without_graph_breaks(local, ids):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("memory", ["elastic", "melodi"])  # all blocks at once, and one after the other
+def test_compiled_blocks_are_eager(memory, ids):
+    """With gradient checkpointing, and in a copy of the model, which has weights of its own."""
+    model = small_model(memory).train()
+    plain = gradients(model, ids)
+    model.compile_blocks(backend="aot_eager")
+    assert_same_gradients(plain, gradients(model, ids))
+    model.gradient_checkpointing_enable()
+    assert_same_gradients(plain, gradients(model, ids))
+
+    twin, fresh = copy.deepcopy(model), small_model(memory).train()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.1)
+    fresh.load_state_dict(twin.state_dict())
+    assert_same_gradients(gradients(fresh, ids), gradients(twin, ids))
+    torch._dynamo.reset()
+
+
 def test_checkpointed_is_plain(model, ids):
     plain = gradients(model.train(), ids)
     model.gradient_checkpointing_enable()
@@ -139,6 +160,14 @@ def test_low_precision_is_close(ids):
         with torch.autocast("cpu", torch.bfloat16):
             low = model(ids).logits
         assert (low.float() - exact).norm() / exact.norm() < 2e-2, road
+
+
+def test_tuples_for_those_who_want_them(model, ids):
+    loss, logits = model(ids, labels=ids, return_dict=False)
+    torch.testing.assert_close(loss, model(ids, labels=ids).loss)
+    torch.testing.assert_close(logits, model(ids).logits)
+    (hidden,) = model.model(ids, return_dict=False)
+    torch.testing.assert_close(model.lm_head(hidden), logits)
 
 
 def test_hidden_states(model, ids):

@@ -1,0 +1,110 @@
+"""`elastic generate` and `elastic selfcheck`, as a user calls them."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import elastic_memory as em
+from elastic_memory.cli import app
+from elastic_memory.commands import selfcheck
+from elastic_memory.data import load_tokenizer
+from tests.conftest import small_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A model of bytes, its tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    load_tokenizer("bytes").save(folder)
+    small_model(vocab_size=256, eos_token_id=None).save_pretrained(folder)
+    return folder
+
+
+def generate(*arguments):
+    result = CliRunner().invoke(app, ["generate", *map(str, arguments)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+def continuation(checkpoint, prompt, tokens):
+    model = em.MemoryLlamaForCausalLM.from_pretrained(checkpoint).eval()
+    ids = torch.tensor([list(prompt.encode())])
+    written = model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    return load_tokenizer("bytes").decode(written.tolist())
+
+
+def test_it_continues_a_text(checkpoint, tmp_path):
+    (tmp_path / "book.txt").write_text("Once upon a time, café\n", encoding="utf-8")
+    out = generate(
+        checkpoint, "--prompt-file", tmp_path / "book.txt", "--prompt", "aa", "--tokens", 20, "--temperature", 0
+    )
+    assert out == continuation(checkpoint, "Once upon a time, café\naa", 20) + "\n"
+    assert generate(checkpoint, "--prompt", "aa", "--tokens", 9, "--temperature", 0) == (
+        continuation(checkpoint, "aa", 9) + "\n"
+    )
+
+
+@pytest.mark.parametrize("read", ["a", "aa", "12345678", "123456789", "a book of many blocks"])
+def test_a_memory_file_holds_all_that_was_read_and_written(read, checkpoint, tmp_path):
+    memory = ("--memory", tmp_path / "memory", "--temperature", 0)
+    assert generate(checkpoint, "--prompt", read, "--tokens", 0, *memory) == ""
+    generate(checkpoint, "--prompt", "!", "--tokens", 7, *memory)
+    generate(checkpoint, "--tokens", 6, *memory)
+    model = em.MemoryLlamaForCausalLM.from_pretrained(checkpoint).eval()
+    ids = torch.tensor([list(f"{read}!".encode())])
+    expected = model.generate(ids, max_new_tokens=13, do_sample=False, pad_token_id=0)
+    cache = em.MemoryCache.load(tmp_path / "memory", model)
+    assert cache.clock == [expected.shape[1]]
+    assert cache.holds(expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "nothing to continue"),
+        (["--prompt", "x", "--tokens", -1], "tokens=-1"),
+        (["--prompt", "x", "--temperature", "nan"], "temperature=nan"),
+        (["--prompt", "x", "--memory", "nowhere/memory"], "folder that exists"),
+        (["--prompt", "x", "--memory", "."], "give a file"),
+        (["--prompt-file", "."], "is a folder"),
+        (["--prompt", "x", "--sampling", "unifrom"], "uniform"),
+    ],
+)
+def test_bad_input(arguments, message, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        generate(checkpoint, *arguments)
+
+
+def test_texts_and_memory_files_that_are_none(checkpoint, tmp_path):
+    (tmp_path / "noise").write_bytes(b"\xff" * 100)
+    with pytest.raises(ValueError, match="not UTF-8"):
+        generate(checkpoint, "--prompt-file", tmp_path / "noise")
+    with pytest.raises(ValueError, match="not a memory file"):
+        generate(checkpoint, "--prompt", "x", "--memory", tmp_path / "noise")
+    model = em.MemoryLlamaForCausalLM.from_pretrained(checkpoint).eval()
+    cache = em.MemoryCache(model)
+    model(torch.ones(2, 5, dtype=torch.long), past_key_values=cache)
+    cache.save(tmp_path / "rows")
+    with pytest.raises(ValueError, match="2 rows"):
+        generate(checkpoint, "--prompt", "x", "--memory", tmp_path / "rows")
+
+
+def test_selfcheck_finds_nothing_here():
+    found = {name: (error, bound) for name, error, bound in selfcheck.checks("cpu")}
+    assert len(found) > 40
+    assert {name: error for name, (error, bound) in found.items() if not error <= bound} == {}
+
+
+def test_selfcheck_finds_what_is_wrong(monkeypatch):
+    """Memory written from the wrong tokens in a stream."""
+    write = em.memory.MEMORIES["elastic"].write
+    monkeypatch.setattr(
+        em.memory.MEMORIES["elastic"], "write", lambda self, state, block, seen: write(self, state, block, seen + 8)
+    )
+    monkeypatch.setattr(em.memory, "MEMORIES", {"elastic": em.memory.MEMORIES["elastic"]})
+    found = {name: error <= bound for name, error, bound in selfcheck.checks("cpu")}
+    assert not found["elastic: streamed = one call"]
+    assert not found["elastic: padded = alone"]
+    assert found["elastic: the past does not know the future"]
