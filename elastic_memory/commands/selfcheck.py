@@ -22,6 +22,10 @@ def selfcheck(
     from rich.table import Table
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as reason:
+        raise ValueError(f"--device {device}: {str(reason).splitlines()[0]}") from None
     console, failed = Console(), 0
     table = Table(
         "check", "largest error", "bound", "", title=f"elastic selfcheck on {device}, torch {torch.__version__}"

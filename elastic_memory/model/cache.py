@@ -31,7 +31,8 @@ class MemoryCache(Cache):
 
     def __init__(self, model: "MemoryCausalLM", static: bool = False):
         super().__init__(layers=[])
-        self.model, self.static = model, static
+        self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        self.static = static
         backbone = model.base_model
         self.memories = [layer.memory for layer in backbone.layers]
         self.locality = backbone.layers[0].locality
@@ -67,7 +68,9 @@ class MemoryCache(Cache):
                 LayerStream(memory, batch, device, keep_raw=sliding or bool(memory.start(1, "meta")))
                 for memory in self.memories
             ]
-            self.seen, self.opened = [0] * batch, [0] * batch
+            self.seen, self.opened, self.device = [0] * batch, [0] * batch, device
+        elif device != self.device:
+            raise ValueError(f"tokens on {device}, a cache on {self.device}: save it, and load it where the model is")
         elif batch != self.batch:
             if batch % self.batch:
                 raise ValueError(f"a call with {batch} rows on a cache of {self.batch}: give as many, or a multiple")

@@ -104,7 +104,7 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
     _check_clock(path, header, cache.block_size)
     seen, opened = header["seen"], header["opened"]
     device = next(model.parameters()).device
-    cache.begin(len(seen), device)
+    cache.begin(len(seen), torch.device("meta"))  # for its shapes: nothing is allocated on a file's word
     expected = _expected(cache, len(seen), max(opened), described)
     if described != expected:
         wrong = sorted(set(described.items()) ^ set(expected.items()))[:3]
@@ -124,6 +124,8 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
     if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < model.config.vocab_size:
         raise ValueError(f"{path}: token ids outside the vocabulary of {model.config.vocab_size}")
     exact = "layers.0.open.key" in tensors
+    cache.reset()
+    cache.begin(len(seen), device)
     cache.seen, cache.columns = list(seen), header["columns"]
     rope = model.base_model.rope()
     for index, (layer, stream) in enumerate(zip(model.base_model.layers, cache.streams, strict=True)):

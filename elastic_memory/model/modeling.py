@@ -98,6 +98,7 @@ class MemoryBackbone(_Model):
         """What a cache asks for its layers and parameters."""
         return self
 
+    @torch.compiler.disable  # clocks and buffers are Python's; a compiled model streams as it is
     @torch.inference_mode(False)  # a cache filled in inference mode must be of use outside it
     @torch.no_grad()  # innermost: leaving inference mode would switch gradients on again
     def _stream(

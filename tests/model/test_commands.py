@@ -91,6 +91,11 @@ def test_texts_and_memory_files_that_are_none(checkpoint, tmp_path):
         generate(checkpoint, "--prompt", "x", "--memory", tmp_path / "rows")
 
 
+def test_selfcheck_needs_a_device():
+    result = CliRunner().invoke(app, ["selfcheck", "--device", "abacus"])
+    assert isinstance(result.exception, ValueError) and "abacus" in str(result.exception)
+
+
 def test_selfcheck_finds_nothing_here():
     found = {name: (error, bound) for name, error, bound in selfcheck.checks("cpu")}
     assert len(found) > 40

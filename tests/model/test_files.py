@@ -26,6 +26,21 @@ def saved(model, ids, tmp_path):
     return model, tmp_path / "book.memory.safetensors", expected
 
 
+def test_a_file_that_is_refused_allocates_nothing(saved, monkeypatch):
+    model, path, _ = saved
+    other, devices = small_model(seed=1), []
+    begin = em.MemoryCache.begin
+    monkeypatch.setattr(
+        em.MemoryCache, "begin", lambda self, n, device: devices.append(device) or begin(self, n, device)
+    )
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(ValueError, match="damaged"):
+        em.MemoryCache.load(path, model)
+    with pytest.raises(ValueError, match="other weights"):
+        em.MemoryCache.load(path, other)
+    assert {device.type for device in devices} == {"meta"}
+
+
 @pytest.mark.parametrize("local", ["block", "sliding"])
 def test_a_stream_under_autocast_is_saved_exactly(local, ids, tmp_path):
     model = small_model(local_attention=local)

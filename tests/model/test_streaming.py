@@ -315,5 +315,7 @@ def test_bad_input(model, ids):
             call()
     cache = em.MemoryCache(model)
     model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="tokens on meta, a cache on cpu"):
+        model(ids.to("meta"), past_key_values=cache)
     with pytest.raises(ValueError, match="3 rows on a cache of 2"):
         model(ids[:1].expand(3, -1), past_key_values=cache)

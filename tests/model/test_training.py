@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import elastic_memory as em
 from elastic_memory.model import loss, modeling
 from tests.conftest import small_model
 
@@ -90,6 +91,17 @@ def test_compiled_is_eager_without_graph_breaks(local, ids):
     model.zero_grad()
     compiled(ids, labels=ids).loss.backward()
     assert_same_gradients(plain, {name: parameter.grad for name, parameter in model.named_parameters()})
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_streams(model, ids, tmp_path):
+    compiled = torch.compile(model, backend="eager")
+    cache = em.MemoryCache(compiled)
+    with torch.no_grad():
+        logits = [compiled(piece, past_key_values=cache).logits for piece in ids.split([5, 20, 1, 19], dim=1)]
+        torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, atol=1e-4, rtol=0)
+    cache.save(tmp_path / "memory")
+    assert em.MemoryCache.load(tmp_path / "memory", model).clock == [45, 45]
     torch._dynamo.reset()
 
 
