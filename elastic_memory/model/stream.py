@@ -231,6 +231,11 @@ class LayerStream:
         self.reading = self.reading and tuple(part[rows] for part in self.reading)
         self.window = self.window and tuple(part[rows] for part in self.window)  # type: ignore[assignment]
         self.open = {name: tensor[rows] for name, tensor in self.open.items()}
+        width = max(self.counts, default=0)
+        if self.reading and width < self.reading[0].shape[2]:  # columns that only rows now gone had
+            kept = self.open_tokens()
+            self.reading = tuple(part[:, :, :width] for part in self.reading) if width else None
+            self.reopen(kept)
 
     def fork(self) -> "LayerStream":
         """An independent copy. States, readings and windows are values that nobody writes to; open buffers are not."""

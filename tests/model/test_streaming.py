@@ -255,6 +255,24 @@ def test_the_wanted_logits_of_rows_with_their_own_clocks(keep, padded, model):
     torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("short", [3, 9, 17])
+def test_rows_go_on_without_the_others(memory, static, short):
+    """A row that has less to remember than others had does not see what they left behind."""
+    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
+    model, ids = small_model(memory, **overrides), tokens(3, 50)
+    mask = torch.ones(3, 30, dtype=torch.long)
+    mask[1, short:] = 0
+    cache = em.MemoryCache(model, static=static)
+    with torch.no_grad():
+        model(ids[:, :30], attention_mask=mask, past_key_values=cache)
+        cache.select(torch.tensor([1]))
+        logits = [model(x, past_key_values=cache).logits for x in ids[1:2, 30:].split([1, 1, 18], dim=1)]
+        alone = model(torch.cat((ids[1:2, :short], ids[1:2, 30:]), dim=1)).logits[:, short:]
+    torch.testing.assert_close(torch.cat(logits, dim=1), alone, **TOLERANCE)
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_padding_alone_changes_nothing(static, model):
     ids = tokens(2, 30)
