@@ -19,15 +19,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "transformer++": {"memory": "none"},
     "elastic": {"memory": "elastic", "sampling": "exponential", "memory_multiple": 4, "config": {"memory_points": 64}},
 }
-MODEL_BLOCK, LENGTH, STEP = 128, 2048, 4096  # bytes of a block, of a row, and of an optimizer step
-HELD_OUT_ROWS = 96
+MODEL_BLOCK, LENGTH, STEP = 64, 1024, 4096  # bytes of a block, of a row, and of an optimizer step
+HELD_OUT_ROWS = 192
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the data, the runs, the pictures and the report.")] = Path(
         "demo"
     ),
-    tokens: Annotated[int, typer.Option(help="How many bytes of text each model is trained on.")] = 1_638_400,
+    tokens: Annotated[int, typer.Option(help="How many bytes of text each model is trained on.")] = 2_048_000,
 ) -> None:
     """Train two tiny models on this machine and compare them: a few minutes on two cores, no download.
 
@@ -152,7 +152,7 @@ def _compare(runs: list[Path], out: Path, console: Console) -> None:
     for run, file in zip(runs, files, strict=True):
         if not file.exists():
             with contextlib.redirect_stdout(io.StringIO()):  # it prints one model at a time; below stand both
-                evaluate(str(run), data=out / "data", limit=HELD_OUT_ROWS, batch_size=8, out=file)
+                evaluate(str(run), data=out / "data", limit=HELD_OUT_ROWS, batch_size=16, out=file)
     evaluations = [read_json(file) for file in files]
     for table in perplexity_by_block(evaluations):
         console.print(table.rich())
