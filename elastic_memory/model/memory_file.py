@@ -60,7 +60,7 @@ def config_fingerprint(model: "MemoryCausalLM") -> dict[str, Any]:
 
 def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
     """Write `cache` to `path`, whole or not at all."""
-    if not cache.streams:
+    if not any(cache.clock):
         raise ValueError("this cache has read nothing yet: there is nothing to save")
     cache.refresh(cache.model.base_model.rope())  # a state of the order that the file will name
     longest = max(cache.opened)
@@ -73,8 +73,9 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
             held |= {f"window.{part}": x for part, x in enumerate(stream.window or ())}
             # Autocast may have left them in half precision, which the model's own holds without loss.
             tensors |= {f"layers.{index}.{name}": x.to(cache.model.dtype) for name, x in held.items()}
-    if cache.tokens is not None:
-        tensors["tokens"] = cache.tokens[:, :longest]
+    if cache.tokens is not None or not longest:
+        ids = torch.zeros(cache.batch, 0, dtype=torch.long) if cache.tokens is None else cache.tokens
+        tensors["tokens"] = ids[:, :longest]
     elif not (exact or cache.locality.sliding):
         raise ValueError("the open block was fed as embeddings, so its token ids are unknown: save with exact=True")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -53,6 +53,26 @@ def test_a_stream_under_autocast_is_saved_exactly(local, ids, tmp_path):
         assert torch.equal(model(ids[:, 30:], past_key_values=loaded).logits, expected)
 
 
+@pytest.mark.parametrize("local", ["block", "sliding"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_open_block_without_tokens(local, exact, ids, tmp_path):
+    """Taken back to where the block began; loaded and saved once more."""
+    model = small_model(local_attention=local)
+    cache, path = em.MemoryCache(model), tmp_path / "memory"
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        cache.rollback(4)
+        for _ in range(2):
+            cache.save(path, exact=exact)
+            cache = em.MemoryCache.load(path, model)
+        logits = model(ids[:, 16:], past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(ids).logits[:, 16:], atol=1e-4, rtol=0)
+    padding = em.MemoryCache(model)
+    model(ids, attention_mask=torch.zeros_like(ids), past_key_values=padding)
+    with pytest.raises(ValueError, match="read nothing"):
+        padding.save(path)
+
+
 def test_saved_right_after_a_change_of_order(model, ids, tmp_path):
     cache = em.MemoryCache(model)
     with torch.no_grad():
