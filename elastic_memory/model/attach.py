@@ -1,7 +1,11 @@
 """Memory for a model that exists already: attach it, train or use it, take it off again."""
 
+from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import nn
 
 from elastic_memory.memory import Geometry
@@ -46,7 +50,8 @@ def attach_memory(
         "memory_options": memory_options, "block_size": block_size,
     }  # fmt: skip
     saved = getattr(config, SAVED, None)
-    values = dict(saved) if saved and given == DEFAULTS else dict(given)
+    again = bool(saved) and given == DEFAULTS
+    values = dict(saved) if again else dict(given)
     settings = MemorySettings(geometry=_geometry(config, values.pop("block_size")), **values)
     window = getattr(config, "sliding_window", None)
     if window and (settings.local_attention == "full" or settings.geometry.block_size > window):
@@ -59,6 +64,8 @@ def attach_memory(
     original = (model.__class__, backbone.__class__, backbone.layers)
     install(backbone, settings)
     _match(backbone, model)
+    if again:
+        _restore(backbone, model.name_or_path)
     backbone.__class__ = type(f"Memory{original[1].__name__}", (MemoryBackbone, original[1]), {})
     model.__class__ = type(f"Memory{original[0].__name__}", (MemoryCausalLM, original[0]), {})
     # Plain attributes: the original layers must not be registered twice.
@@ -89,6 +96,25 @@ def _geometry(config: Any, block_size: int) -> Geometry:
         block_size=block_size,
         initializer_range=config.initializer_range,
     )
+
+
+@torch.no_grad()
+def _restore(backbone: Any, name: str) -> None:
+    """Memory's own parameters from the checkpoint, where a model that knew of no memory left them."""
+    wanted = {
+        f"model.layers.{index}.self_attn.memory.{part}": parameter
+        for index, layer in enumerate(backbone.layers)
+        for part, parameter in layer.memory.named_parameters()
+    }
+    if not wanted:
+        return
+    folder = name if Path(name).is_dir() else snapshot_download(name, local_files_only=True)
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            for found in wanted.keys() & set(stored.keys()):
+                wanted.pop(found).copy_(stored.get_tensor(found))
+    if wanted:
+        raise ValueError(f"{name}: its memory was saved without {min(wanted)}")
 
 
 def _match(backbone: Any, model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import elastic_memory as em
+from elastic_memory.memory import MEMORIES
 
 SHAPE = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -109,6 +110,19 @@ def test_fine_tuned_saved_loaded(pretrained, ids, tmp_path):
         assert torch.equal(loaded(ids).logits, pretrained(ids).logits)
     em.detach_memory(loaded)
     assert not hasattr(loaded.config, "elastic_memory")
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@torch.no_grad()
+def test_a_memory_with_parameters_comes_back_as_trained(memory, ids, tmp_path):
+    options = dict(order=11) if MEMORIES[memory].has_option("order") else {}
+    layers = [1] if memory != "none" else None
+    model = em.attach_memory(FAMILIES["llama"]().eval(), memory=memory, layers=layers, block_size=8, **options)
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    loaded = em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 def test_half_precision_and_training_mode_are_kept(ids):
