@@ -33,7 +33,8 @@ check: $(READY)  ## lint, types, import order of the tree, shapes of the mathema
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 	$(RUN) pytest tests/test_tree.py
-	$(RUN) pytest tests/test_hippo.py tests/test_sampling.py tests/test_operators.py -k 'not bad_input' \
+	OMP_NUM_THREADS=1 $(RUN) pytest -n auto -m 'not gpu and not slow' -k 'not bad_input' \
+	  tests/test_hippo.py tests/test_sampling.py tests/test_operators.py \
 	  --jaxtyping-packages=elastic_memory.hippo,elastic_memory.sampling,elastic_memory.operators,beartype.beartype
 
 bench: $(READY)  ## a short version of the benchmarks
