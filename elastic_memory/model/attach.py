@@ -14,6 +14,7 @@ from elastic_memory.model.modeling import MemoryBackbone, MemoryCausalLM, instal
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json
+WRAPPED = {"_no_split_modules": ["MemoryLayer"]}  # what FSDP takes for a layer
 DEFAULTS: dict[str, Any] = {
     "memory": "elastic", "memory_layers": None, "local_attention": "block", "memory_order": None,
     "memory_points": None, "sampling": None, "sampling_options": None, "memory_options": {}, "block_size": 2048,
@@ -66,8 +67,8 @@ def attach_memory(
     _match(backbone, model)
     if again:
         _restore(backbone, model.name_or_path)
-    backbone.__class__ = type(f"Memory{original[1].__name__}", (MemoryBackbone, original[1]), {})
-    model.__class__ = type(f"Memory{original[0].__name__}", (MemoryCausalLM, original[0]), {})
+    backbone.__class__ = type(f"Memory{original[1].__name__}", (MemoryBackbone, original[1]), WRAPPED)
+    model.__class__ = type(f"Memory{original[0].__name__}", (MemoryCausalLM, original[0]), WRAPPED)
     # Plain attributes: the original layers must not be registered twice.
     object.__setattr__(model, "_before_memory", original)
     setattr(config, SAVED, values | {"block_size": settings.geometry.block_size})
