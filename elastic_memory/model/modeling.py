@@ -72,6 +72,8 @@ class MemoryBackbone(_Model):
             hidden = self._stream(input_ids, inputs_embeds, attention_mask, past_key_values, keep)
             return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
+        # A constant of a compiled graph, as blocks and operators demand: dynamo makes one of what `range` takes.
+        length = len(range(source.shape[1]))
         rows = None
         if position_ids is not None and position_ids.shape == source.shape[:2]:
             rows = from_positions(position_ids, attention_mask)
@@ -82,7 +84,7 @@ class MemoryBackbone(_Model):
         elif rows:
             inputs_embeds = rows.align(inputs_embeds)
         hidden, every = inputs_embeds, [inputs_embeds]
-        rope = Rope(self.rotary_emb, hidden, self.layers[0].locality.span(hidden.shape[1]))
+        rope = Rope(self.rotary_emb, hidden, self.layers[0].locality.span(hidden.shape[1] if rows else length))
         for layer in self.layers:
             hidden = layer(hidden, rope)
             every.append(hidden)
