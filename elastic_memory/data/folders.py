@@ -25,7 +25,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    fsync(path.parent)
 
 
 @contextmanager
@@ -63,8 +63,9 @@ def _lock(path: Path, kind: int) -> int:
         os.close(handle)
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Force a file's content, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

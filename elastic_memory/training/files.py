@@ -5,16 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from elastic_memory.data.folders import whole_file
-
-
-def fsync(path: Path) -> None:
-    """Force a file's content, or a folder's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+from elastic_memory.data.folders import fsync, whole_file
 
 
 def fsync_tree(folder: Path) -> None:

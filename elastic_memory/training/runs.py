@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from elastic_memory.training.files import fsync, write_json, write_text
+from elastic_memory.data.folders import fsync
+from elastic_memory.training.files import write_json, write_text
 from elastic_memory.training.recipe import Recipe
 from elastic_memory.training.strict import parse_json, read_json
 
