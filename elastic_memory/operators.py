@@ -31,7 +31,7 @@ PANEL = 64
 CACHED = 4  # plans and the like; an unbounded cache would break the promise of constant memory
 
 # A stream builds the operators of its next blocks together: one sweep over n costs a GPU as many launches for one block
-# as for sixteen. So many bytes of them, and only the present stretch is kept.
+# as for sixteen. So many bytes of them at most make a stretch.
 AHEAD = 2**26
 
 
@@ -65,19 +65,36 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def _built(kept: int = CACHED) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Constants: no gradient, the last few kept, and usable in training even if first asked for in inference mode."""
+def _constant(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """No gradient, and usable in training even if first asked for in inference mode."""
 
-    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        @lru_cache(maxsize=kept)
-        @wraps(function)
-        def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            with torch.inference_mode(False), torch.no_grad():
-                return function(*args, **kwargs)
+    @wraps(function)
+    def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
 
-        return build  # type: ignore[return-value]
+    return build
 
-    return decorate
+
+def _stretched(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A function of `count` neighbouring blocks from block `first` on, whose last two results are kept.
+
+    A stream that goes on to its next stretch gives up the one before: alone it holds one, and two that take turns, or
+    rows whose clocks are far apart, hold one each.
+    """
+    held: dict[Any, Result] = {}
+
+    @wraps(function)
+    def build(first: int, count: int, *others: Any) -> Result:
+        result = held.get((first, count, *others))
+        if result is None:
+            held.pop((first - count, count, *others), None)
+            if len(held) > 1:
+                held.pop(next(iter(held)), None)
+            result = held[first, count, *others] = function(first, count, *others)
+        return result
+
+    return build
 
 
 @dataclass(frozen=True)
@@ -100,17 +117,16 @@ class Bank:
         if size < 1 or start < 0 or start % size:
             return _step(self.order, start, end, torch.device(device), dtype)
         block, ahead = start // size, _ahead(self.order * (self.order + size), dtype)
-        return _steps(self.order, size, block // ahead * ahead, ahead, torch.device(device), dtype)[block % ahead]
+        return _steps(block // ahead * ahead, ahead, self.order, size, torch.device(device), dtype)[block % ahead]
 
     def reconstruction(
         self, history: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None
     ) -> Float[Tensor, "point order"]:
         """R: what reads the state of a history of that many tokens; a stream asks again `every` so many."""
         if not every or history % every or not history:
-            return _reconstructions(self, (history,), torch.device(device), dtype)[0]
+            return _reconstructions(0, 1, self, history, torch.device(device), dtype)[0]
         block, ahead = history // every - 1, _ahead(self.order * self.points, dtype)
-        histories = tuple((block // ahead * ahead + one + 1) * every for one in range(ahead))
-        return _reconstructions(self, histories, torch.device(device), dtype)[block % ahead]
+        return _reconstructions(block // ahead * ahead, ahead, self, every, torch.device(device), dtype)[block % ahead]
 
     def direct(self, history: int, device: Any, dtype: torch.dtype = torch.float32) -> Float[Tensor, "point token"]:
         """W = R K: what reads that many tokens without any state."""
@@ -150,9 +166,10 @@ def _ahead(numbers: int, dtype: torch.dtype) -> int:
     return max(1, min(16, AHEAD // (numbers * dtype.itemsize)))
 
 
-@_built(1)
-def _steps(order: int, size: int, first: int, count: int, device: torch.device, dtype: torch.dtype) -> tuple[Step, ...]:
-    """Operators of `count` neighbouring blocks, from block number `first` on."""
+@_stretched
+@_constant
+def _steps(first: int, count: int, order: int, size: int, device: torch.device, dtype: torch.dtype) -> tuple[Step, ...]:
+    """What writes each block."""
     blocks = torch.arange(first, first + count, dtype=torch.float64, device=device)
     edges = torch.arange(size + 1, dtype=torch.float64, device=device) + blocks[:, None] * size
     projections = hippo.projections(order, edges / ((blocks + 1) * size)[:, None])
@@ -161,21 +178,25 @@ def _steps(order: int, size: int, first: int, count: int, device: torch.device, 
     return tuple(Step(*pair) for pair in zip(transitions, projections, strict=True))
 
 
-@_built()
+@lru_cache(maxsize=CACHED)
+@_constant
 def _step(order: int, start: int, end: int, device: torch.device, dtype: torch.dtype) -> Step:
     projection = hippo.projection(order, start, end, device=device).to(dtype)
     return Step(hippo.transition(order, start, end, device=device).to(dtype), projection)
 
 
-@_built(1)
+@_stretched
+@_constant
 def _reconstructions(
-    bank: Bank, histories: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    first: int, count: int, bank: Bank, every: int, device: torch.device, dtype: torch.dtype
 ) -> Float[Tensor, "history point order"]:
-    moments = torch.stack([bank.moments(history) for history in histories])
+    """What reads the history that ends with each block."""
+    moments = torch.stack([bank.moments((block + 1) * every) for block in range(first, first + count)])
     return _readers(bank.order, moments, device).to(dtype).contiguous()
 
 
-@_built()
+@lru_cache(maxsize=CACHED)
+@_constant
 def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: torch.dtype) -> Recurrent:
     order, read = bank.order, range(1, blocks)
     transitions = torch.empty(max(blocks - 2, 0), order, order, device=device, dtype=dtype)
@@ -201,7 +222,8 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
     return Recurrent(transitions, projections, reconstructions)
 
 
-@_built()
+@lru_cache(maxsize=CACHED)
+@_constant
 def _direct(
     bank: Bank, histories: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "point token"], ...]:

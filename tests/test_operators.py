@@ -169,6 +169,20 @@ def test_equal_banks_share_and_old_blocks_are_forgotten():
     assert forgotten() is None
 
 
+@pytest.mark.parametrize("streams", [[(17, 0), (18, 0)], [(17, 0), (17, 1)], [(17, 0), (17, 40)]])
+def test_two_streams_in_turns_do_not_rob_each_other(streams, monkeypatch):
+    """Two models, or two rows of one: stretches are built once or twice each, not for every block; two are kept."""
+    built, transitions, alive = [], hippo.transitions, []
+    monkeypatch.setattr(hippo, "transitions", lambda order, ratios: built.append(order) or transitions(order, ratios))
+    for block in range(64):
+        for order, ahead in streams:
+            start = 8 * (block + ahead)
+            alive.append(weakref.ref(Bank(order, 4).step(start, start + 8, CPU).transition))
+    assert len(built) <= 10
+    gc.collect()
+    assert len({id(one()) for one in alive if one() is not None}) <= 2 * 16
+
+
 def test_matrices_first_asked_for_in_inference_mode_serve_training():
     with torch.inference_mode():
         step = Bank(19, 4).step(0, 8, CPU)
