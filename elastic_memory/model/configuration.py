@@ -105,6 +105,9 @@ class MemoryLlamaConfig(LlamaConfig):
 
     model_type = "memory_llama"
 
+    # Rows hold no special tokens, so no id means an end until somebody says so; Llama's 1 and 2 are Llama 2's own.
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
     memory: str = "elastic"
     memory_layers: list[int] | None = None
     block_size: int = 2048

@@ -50,9 +50,8 @@ def steps(checkpoints: Path) -> list[int]:
 
 
 @contextmanager
-def saving(checkpoints: Path) -> Iterator[Path]:
+def saving(staged: Path) -> Iterator[Path]:
     """A hidden folder to write into; it disappears again if writing fails."""
-    staged = checkpoints / STAGING
     try:
         yield staged
     except BaseException:

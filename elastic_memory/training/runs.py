@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from elastic_memory.data.folders import fsync
+from elastic_memory.training import checkpoints
 from elastic_memory.training.files import write_json, write_text
 from elastic_memory.training.recipe import Recipe
 from elastic_memory.training.strict import parse_json, read_json
@@ -81,6 +82,13 @@ class Run:
     def measured(self) -> list[dict[str, Any]]:
         """The metrics of all steps so far."""
         return _lines(self.metrics)
+
+    def unwritten(self, what: str, error: Exception) -> StoppedError:
+        """Why the run ends when something of it cannot be written, and where it then stands."""
+        last = checkpoints.steps(self.checkpoints)
+        stands = f"the checkpoint of step {last[-1]} is intact" if last else "there was no checkpoint before"
+        cause = str(error).strip().split("\n")[0][:200]
+        return StoppedError(f"{what} could not be written ({cause}); {stands}: make room and add --resume")
 
     def event(self, event: str, **details: Any) -> None:
         """Append to the history of the run, and force it to the disk."""

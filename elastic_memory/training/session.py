@@ -1,5 +1,6 @@
 """`train`: one run from its recipe to its result, through interruptions, bad steps and lost machines."""
 
+import errno
 import gc
 import shutil
 import statistics
@@ -14,6 +15,7 @@ import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import should_reduce_batch_size
+from safetensors import SafetensorError
 
 from elastic_memory.data import Samples, samples
 from elastic_memory.data.folders import locked
@@ -31,6 +33,8 @@ from elastic_memory.training.runs import Run, StoppedError, differences
 from elastic_memory.training.spikes import Restart, UnstableError, Watch
 from elastic_memory.training.strict import read_json
 from elastic_memory.training.trainer import MemoryTrainer, repair_for_weights_only
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's share of it, or what one file may hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,10 @@ def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | No
         try:
             session.open()
             return session.train()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise run.unwritten("a file of the run", error) from error
         finally:
             session.close()
 
@@ -250,19 +258,26 @@ class Session:
         result = self._result(trainer)
         state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
         if is_main():
-            staged = run.folder / ".model.saving"
-            shutil.rmtree(staged, ignore_errors=True)
-            trainer.network.save_pretrained(staged, state_dict=state)
-            shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
-            write_json(staged / "training.json", result)
-            write_text(staged / "README.md", model_card(run.recipe, result))
-            shutil.rmtree(run.model, ignore_errors=True)
-            publish(staged, run.model)
+            self._write_model(trainer.network, state, result)
             write_json(run.result, result)
             run.event("finished", step=result["steps"])
             tell(f"{run.folder.name}: finished, loss {result['final_loss']:.4f}; the model is in {run.model}")
         self.everyone.wait_for_everyone()
         return result
+
+    def _write_model(self, network: Any, state: Any, result: dict[str, Any]) -> None:
+        run, staged = self.run, self.run.folder / ".model.saving"
+        shutil.rmtree(staged, ignore_errors=True)
+        try:
+            with checkpoints.saving(staged):
+                network.save_pretrained(staged, state_dict=state)
+                shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
+                write_json(staged / "training.json", result)
+                write_text(staged / "README.md", model_card(run.recipe, result))
+                shutil.rmtree(run.model, ignore_errors=True)
+                publish(staged, run.model)
+        except (OSError, SafetensorError) as error:
+            raise run.unwritten("the model", error) from error
 
     def _result(self, trainer: MemoryTrainer) -> dict[str, Any]:
         run, lines = self.run, self.run.measured()

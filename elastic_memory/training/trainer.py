@@ -17,7 +17,7 @@ from elastic_memory.training.interrupts import Interrupts
 from elastic_memory.training.measures import Measures, memory_norms
 from elastic_memory.training.order import Collate, Schedule
 from elastic_memory.training.recipe import Recipe
-from elastic_memory.training.runs import Run, StoppedError
+from elastic_memory.training.runs import Run
 from elastic_memory.training.spikes import Restart, UnstableError, Watch, learning_rate_factor
 
 
@@ -207,7 +207,7 @@ class MemoryTrainer(Trainer):
         """Let Trainer write into a hidden folder, then seal it and give it its name."""
         step = self.state.global_step
         try:
-            with checkpoints.saving(self.run.checkpoints) as staged:
+            with checkpoints.saving(self.run.checkpoints / checkpoints.STAGING) as staged:
                 super()._save_checkpoint(model, trial)
                 self.accelerator.wait_for_everyone()
                 if self.is_world_process_zero():
@@ -218,12 +218,7 @@ class MemoryTrainer(Trainer):
                     checkpoints.seal(folder, self.run.checkpoints, step)
                     checkpoints.prune(self.run.checkpoints, self.run.recipe.execution.keep)
         except (OSError, SafetensorError, RuntimeError) as error:
-            last = checkpoints.steps(self.run.checkpoints)
-            raise StoppedError(
-                f"the checkpoint of step {step} could not be written ({_first_line(error)}); "
-                + (f"step {last[-1]} is intact" if last else "there was none before it")
-                + ": make room and add --resume"
-            ) from error
+            raise self.run.unwritten(f"the checkpoint of step {step}", error) from error
         self.accelerator.wait_for_everyone()
 
 
@@ -235,7 +230,3 @@ def repair_for_weights_only(folder: Path, step: int, recipe: Recipe) -> None:
         state = TrainerState(global_step=step, logging_steps=1, train_batch_size=size, stateful_callbacks=callbacks)
         state.save_to_json(str(folder / checkpoints.TRAINER_STATE))
     checkpoints.write_manifest(folder, step)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200]

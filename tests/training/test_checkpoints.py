@@ -63,7 +63,7 @@ def test_removed_training_state_is_refused_and_removed_weights_fall_back(folder)
 
 
 def test_a_failed_save_leaves_nothing_and_a_sweep_removes_what_a_crash_left(folder):
-    with pytest.raises(OSError), checkpoints.saving(folder) as staged:
+    with pytest.raises(OSError), checkpoints.saving(folder / checkpoints.STAGING) as staged:
         staged.mkdir()
         (staged / "half").write_text("x")
         raise OSError("no space left")

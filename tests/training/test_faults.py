@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from elastic_memory.training import checkpoints
+from elastic_memory.training import checkpoints, session
 from elastic_memory.training.recipe import load_recipe
+from elastic_memory.training.runs import StoppedError
 from elastic_memory.training.session import Resume, train
 
 from .conftest import QUICK, RECIPES, same_weights
@@ -40,8 +41,6 @@ def child(function):
             code = 0
         except SystemExit as error:
             code = error.code
-        except BaseException as error:
-            code = 42 if "could not be written" in str(error) else 99
         finally:
             os._exit(code)
     return pid
@@ -95,21 +94,59 @@ def test_killed_at_any_moment_the_run_ends_in_the_same_bits(corpus, tmp_path, st
     assert [line["loss"] for line in lines(killed)] == [line["loss"] for line in lines(whole)]
 
 
-def test_a_full_disk_stops_the_run_and_spares_what_was_saved(quick, corpus, tmp_path):
-    def starved(limit):
-        def run():
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            train(quick, corpus, tmp_path, Resume(allowed=True))
+def fill_disk(room):
+    """From now on no file of this process grows beyond `room` bytes: what fits is written, then writing fails."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 
-        return run
 
-    train(quick, corpus, tmp_path / "whole")
-    assert exit_code(child(starved(100_000))) == 42
+@pytest.mark.parametrize("room", [100_000, 0], ids=["for-log-lines", "none"])
+@pytest.mark.parametrize("saved", [[], [4], [4, 8]], ids=lambda steps: f"after-{len(steps)}-saves")
+def test_a_full_disk_stops_the_run_and_spares_what_was_saved(
+    quick, corpus, tmp_path, disturb, monkeypatch, undisturbed, saved, room
+):
+    def fill(model, out):
+        fill_disk(room)
+        return out
+
+    def told():
+        with pytest.raises(StoppedError, match=message):
+            train(quick, corpus, tmp_path)
+
+    begun = (saved or [0])[-1]
+    disturb([2 * begun + 1], fill)  # in the first step after that save
+    what = f"the checkpoint of step {begun + 4}" if room else "a file of the run"
+    last = f"the checkpoint of step {begun} is intact" if saved else "there was no checkpoint before"
+    message = f"{what} could not be written .*{last}: make room and add --resume"
+    assert exit_code(child(told)) == 0
+    monkeypatch.undo()  # there is room again
     run = only_run(tmp_path)
-    assert checkpoints.steps(run / "checkpoints") == []
-    assert not (run / "checkpoints" / checkpoints.STAGING).exists()
+    assert checkpoints.steps(run / "checkpoints") == saved
+    assert not list((run / "checkpoints" / checkpoints.STAGING).rglob("*")), "half-written"
+    assert not list(run.rglob("*.tmp"))
     train(quick, corpus, tmp_path, Resume(allowed=True))
-    assert same_weights(run, only_run(tmp_path / "whole"))
+    assert events(run, "start")[-1]["step"] == begun
+    assert [line["step"] for line in lines(run)] == list(range(1, 13))
+    assert same_weights(run, undisturbed)
+
+
+def test_a_disk_that_is_full_at_the_very_end_costs_no_step(quick, corpus, tmp_path, undisturbed, monkeypatch):
+    def fill(*_):
+        fill_disk(100_000)
+        return {}
+
+    def told():
+        with pytest.raises(StoppedError, match=r"the model could not be written .*the checkpoint of step 12 is intact"):
+            train(quick, corpus, tmp_path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.Session, "_result", fill)
+        assert exit_code(child(told)) == 0
+    run = only_run(tmp_path)
+    assert not (run / "model").exists()
+    assert not (run / ".model.saving").exists()
+    train(quick, corpus, tmp_path, Resume(allowed=True))
+    assert [event["step"] for event in events(run, "start")] == [0, 12]
+    assert same_weights(run, undisturbed)
 
 
 def test_from_the_command_line_a_signal_ends_a_run_cleanly(corpus, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from elastic_memory.data.folders import locked
-from elastic_memory.training import checkpoints, session
+from elastic_memory.training import checkpoints
 from elastic_memory.training.order import sample_order
 from elastic_memory.training.recipe import load_recipe
 from elastic_memory.training.runs import StoppedError
@@ -34,37 +34,6 @@ def only_run(out):
     return run
 
 
-@pytest.fixture
-def disturb(monkeypatch):
-    """Disturb the n-th training pass (from 1, two a step) of the runs that follow; each disturbance happens once."""
-
-    def at(calls, action):
-        real, count = session.build_model, [0]
-
-        def build(recipe):
-            model = real(recipe)
-            forward = model.forward
-
-            def disturbed(*args, **kwargs):
-                count[0] += "labels" in kwargs
-                out = forward(*args, **kwargs)
-                return action(model, out) if count[0] in calls else out
-
-            model.forward = disturbed
-            return model
-
-        monkeypatch.setattr(session, "build_model", build)
-
-    return at
-
-
-@pytest.fixture(scope="module")
-def undisturbed(corpus, tmp_path_factory):
-    out = tmp_path_factory.mktemp("undisturbed")
-    train(load_recipe(RECIPES / "smoke" / "elastic.yaml", QUICK), corpus, out)
-    return only_run(out)
-
-
 def test_a_run_leaves_metrics_a_model_and_its_whole_story(undisturbed, corpus):
     steps = lines(undisturbed)
     assert [line["step"] for line in steps] == list(range(1, 13))
@@ -79,6 +48,16 @@ def test_a_run_leaves_metrics_a_model_and_its_whole_story(undisturbed, corpus):
     assert model.config.memory == "elastic"
     assert "order of samples" in (undisturbed / "model" / "README.md").read_text()
     assert not list((undisturbed / "model").glob("*.bin")), "a pickle"
+
+
+def test_no_byte_ends_what_a_model_of_bytes_says(undisturbed):
+    model = AutoModelForCausalLM.from_pretrained(undisturbed / "model")
+
+    def always_two(ids, scores):  # the id that means the end in Llama's own vocabulary
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([2]), 0.0)
+
+    said = model.generate(torch.tensor([[65, 66]]), max_new_tokens=8, do_sample=False, logits_processor=[always_two])
+    assert said[0].tolist() == [65, 66] + [2] * 8
 
 
 def test_training_is_the_plain_loop_it_stands_for(undisturbed, quick, corpus):
