@@ -86,9 +86,12 @@ class Run:
     def unwritten(self, what: str, error: Exception) -> StoppedError:
         """Why the run ends when something of it cannot be written, and where it then stands."""
         last = checkpoints.steps(self.checkpoints)
-        stands = f"the checkpoint of step {last[-1]} is intact" if last else "there was no checkpoint before"
+        stands = f"The checkpoint of step {last[-1]} is intact" if last else "There was no checkpoint before"
         cause = str(error).strip().split("\n")[0][:200]
-        return StoppedError(f"{what} could not be written ({cause}); {stands}: make room and add --resume")
+        # torch reports a full disk as a wrong position in its file: the cause alone would not be understood
+        return StoppedError(
+            f"{what} could not be written, the disk may be full ({cause}). {stands}; make room and add --resume"
+        )
 
     def event(self, event: str, **details: Any) -> None:
         """Append to the history of the run, and force it to the disk."""

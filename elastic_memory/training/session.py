@@ -60,17 +60,18 @@ def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | No
     if run.finished:
         tell(f"{run.folder.name} is finished: its model is in {run.model}")
         return read_json(run.result)
-    with Interrupts() as interrupts:
-        session = Session(run, rows, resume or Resume(), interrupts)
-        try:
-            session.open()
+    interrupts = Interrupts()
+    session = Session(run, rows, resume or Resume(), interrupts)
+    try:
+        session.open()  # before there is something to save, a signal may end the process as it always does
+        with interrupts:
             return session.train()
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            raise run.unwritten("a file of the run", error) from error
-        finally:
-            session.close()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise run.unwritten("a file of the run", error) from error
+    finally:
+        session.close()
 
 
 def tell(text: str) -> None:

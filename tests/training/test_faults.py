@@ -115,8 +115,8 @@ def test_a_full_disk_stops_the_run_and_spares_what_was_saved(
     begun = (saved or [0])[-1]
     disturb([2 * begun + 1], fill)  # in the first step after that save
     what = f"the checkpoint of step {begun + 4}" if room else "a file of the run"
-    last = f"the checkpoint of step {begun} is intact" if saved else "there was no checkpoint before"
-    message = f"{what} could not be written .*{last}: make room and add --resume"
+    last = f"The checkpoint of step {begun} is intact" if saved else "There was no checkpoint before"
+    message = f"{what} could not be written, the disk may be full .*{last}; make room and add --resume"
     assert exit_code(child(told)) == 0
     monkeypatch.undo()  # there is room again
     run = only_run(tmp_path)
@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_at_the_very_end_costs_no_step(quick, corpus, tmp_pa
         return {}
 
     def told():
-        with pytest.raises(StoppedError, match=r"the model could not be written .*the checkpoint of step 12 is intact"):
+        with pytest.raises(StoppedError, match=r"the model could not be written.*The checkpoint of step 12 is intact"):
             train(quick, corpus, tmp_path)
 
     with monkeypatch.context() as patch:
@@ -190,9 +190,13 @@ def test_two_processes_in_one_folder(corpus, tmp_path):
     assert third.returncode == 130
 
 
-def launch(corpus, out, processes, *options):
+def torchrun(processes):
     run = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
-    process = start(corpus, out, *options, launcher=(*run, f"--nproc-per-node={processes}"))
+    return (*run, f"--nproc-per-node={processes}")
+
+
+def launch(corpus, out, processes, *options):
+    process = start(corpus, out, *options, launcher=torchrun(processes))
     _, told = process.communicate(timeout=300)
     return process.returncode, told
 
@@ -211,18 +215,36 @@ def test_two_processes_train_as_one_does(quick, corpus, tmp_path):
 
 
 @pytest.mark.faults
-def test_from_one_process_to_two_and_back_the_samples_stay(quick, corpus, tmp_path):
-    train(quick, corpus, tmp_path / "whole")
-    short = ("--set", "training.tokens=6144")
-    process = start(corpus, tmp_path / "moved", *short)
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_another_number_of_processes_goes_on_with_the_same_samples(quick, corpus, tmp_path, before, after):
+    longer = {"training.tokens": 512 * 60}
+    options = [word for key, value in longer.items() for word in ("--set", f"{key}={value}")]
+    train(quick.replace(**longer), corpus, tmp_path / "whole")
+    process = start(corpus, tmp_path / "moved", *options, launcher=torchrun(before))
     while not list((tmp_path / "moved").glob("*/checkpoints/step-*")):
         time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    code, told = launch(corpus, tmp_path / "moved", 2, "--resume")
+        assert process.poll() is None, process.stderr.read()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    moved = only_run(tmp_path / "moved")
+    step = checkpoints.newest(moved / "checkpoints").step
+    assert 4 <= step < 60, "it was stopped on the way"
+
+    code, told = launch(corpus, tmp_path / "moved", after, "--resume", *options)
     assert code != 0
-    assert "processes: 1 -> 2" in told
-    code, told = launch(corpus, tmp_path / "moved", 2, "--resume", "--new-machine")
+    assert f"processes: {before} -> {after}" in told
+    assert "add --new-machine to go on" in told
+    code, told = launch(corpus, tmp_path / "moved", after, "--resume", "--new-machine", *options)
     assert code == 0, told[-3000:]
-    losses = [[line["loss"] for line in lines(only_run(tmp_path / name))] for name in ("whole", "moved")]
+    assert events(moved, "start")[-1]["step"] == step
+    losses, norms = (
+        [[line[key] for line in lines(run)] for run in (only_run(tmp_path / "whole"), moved)]
+        for key in ("loss", "grad_norm")
+    )
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    orders = {
+        json.loads((only_run(tmp_path / name) / "result.json").read_text())["sample_order"]
+        for name in ("whole", "moved")
+    }
+    assert len(orders) == 1
