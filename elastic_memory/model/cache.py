@@ -4,6 +4,7 @@ A block is folded into memory when the first token after it arrives, not before:
 always be taken back, and a rollback inside the open block is exact.
 """
 
+import hashlib
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -46,7 +47,11 @@ class MemoryCache(Cache):
         self.opened: list[int] = []  # tokens in the open block, by row
         self.columns = 0  # columns fed so far, padding included
         self.tokens: Tensor | None = None  # ids of the open block
+        self.digests: list[str | None] = []  # of the ids in memory, by row; None if they are unknown
         self.decoder: Decoder | None = None
+        self.decoding = False  # whether the decoder's buffers are what this cache holds
+        self.recording = False
+        self.before: Self | None = None  # if recording: this cache as it was when its newest block closed
 
     # -- clock ---------------------------------------------------------------------------------------------------------
 
@@ -68,7 +73,7 @@ class MemoryCache(Cache):
                 LayerStream(memory, batch, device, keep_raw=sliding or bool(memory.start(1, "meta")))
                 for memory in self.memories
             ]
-            self.seen, self.opened, self.device = [0] * batch, [0] * batch, device
+            self.seen, self.opened, self.digests, self.device = [0] * batch, [0] * batch, [""] * batch, device
         elif device != self.device:
             raise ValueError(f"tokens on {device}, a cache on {self.device}: save it, and load it where the model is")
         elif batch != self.batch:
@@ -111,9 +116,17 @@ class MemoryCache(Cache):
                 groups.setdefault(seen, []).append(row)
         return groups
 
+    def record(self) -> None:
+        """Before blocks close: keep what rolling back to before their end takes, if somebody might ask for it."""
+        if self.recording:
+            self.before = None  # or copies would hold copies
+            self.before = self.fork()
+
     def closed(self, rows: list[int]) -> None:
         """The open blocks of `rows` are in memory now."""
-        for row in rows:
+        blocks = [None] * len(rows) if self.tokens is None else self.tokens[rows, : self.block_size].cpu()
+        for row, ids in zip(rows, blocks, strict=True):
+            self.digests[row] = _digest(self.digests[row], ids)
             self.seen[row] += self.opened[row]
             self.opened[row] = 0
 
@@ -126,15 +139,26 @@ class MemoryCache(Cache):
         for sentence in sorted(filter(None, said)):
             warnings.warn(f"memory of a warm cache: {sentence}", stacklevel=4)
 
-    def holds(self, ids: Int[Tensor, "rows column"]) -> bool:
-        """Whether `ids` is a whole sequence that begins with what was read, as far as the open block can tell."""
-        if self.tokens is None or not any(self.opened) or len(ids) % self.batch or ids.shape[1] < self.columns:
+    def holds(self, ids: Int[Tensor, "rows column"], mask: Int[Tensor, "rows column"]) -> bool:
+        """Whether `ids` is a whole sequence that begins with all that was read. Of embeddings nobody can tell."""
+        if len(ids) % self.batch or ids.shape[1] < self.columns:
             return False
-        read = ids[:: len(ids) // self.batch, : self.columns].to(self.tokens.device)
-        return all(
-            torch.equal(read[row, self.columns - opened :], self.tokens[row, :opened])
-            for row, opened in enumerate(self.opened)
-        )
+        repeats, real = len(ids) // self.batch, mask[:, : self.columns].cpu() != 0
+        columns = ids[:, : self.columns].cpu().long()
+        return all(self._has_read(row // repeats, columns[row, real[row]]) for row in range(len(ids)))
+
+    def _has_read(self, row: int, ids: Int[Tensor, " token"]) -> bool:
+        """Whether these are the tokens of a row, padding in front of them aside."""
+        seen, opened, known = self.seen[row], self.opened[row], self.digests[row]
+        if known is None or len(ids) < seen + opened or (opened and self.tokens is None):
+            return False
+        ids = ids[len(ids) - seen - opened :]
+        if opened and not torch.equal(ids[seen:], self.tokens[row, :opened].cpu()):  # type: ignore[index]
+            return False
+        digest: str | None = ""
+        for start in range(0, seen, self.block_size):
+            digest = _digest(digest, ids[start : start + self.block_size])
+        return digest == known
 
     # -- rows, time travel ---------------------------------------------------------------------------------------------
 
@@ -143,34 +167,53 @@ class MemoryCache(Cache):
         """Keep, repeat or reorder rows."""
         chosen = rows.tolist()
         self.seen, self.opened = [self.seen[row] for row in chosen], [self.opened[row] for row in chosen]
+        self.digests = [self.digests[row] for row in chosen]
         self.tokens = None if self.tokens is None else self.tokens[rows.to(self.tokens.device)]
-        self.decoder = None
+        self.decoding = False
         for stream in self.streams:
             stream.select(rows)
+        if self.before is not None:
+            self.before.select(rows)
 
     @torch.inference_mode(False)
     def fork(self) -> Self:
         """An independent copy; the original goes on unaffected."""
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)
-        copy.seen, copy.opened = list(self.seen), list(self.opened)
+        copy.seen, copy.opened, copy.digests = list(self.seen), list(self.opened), list(self.digests)
         copy.tokens = None if self.tokens is None else self.tokens.clone()
         copy.streams = [stream.fork() for stream in self.streams]
-        copy.decoder = None
+        copy.decoder, copy.decoding = None, False  # it has buffers of its own, so its graph must be its own
+        copy.before = None if self.before is None else self.before.fork()
         return copy
 
     def rollback(self, tokens: int) -> None:
-        """Take back the newest tokens of every row: exact inside the open block, an error beyond it."""
+        """Take back the newest tokens of every row: exact inside the open block, an error beyond it.
+
+        From `activate_past_recording()` on, the block before the open one can be taken back too.
+        """
         if tokens < 0:
             raise ValueError(f"rollback({tokens}): give the number of tokens to take back")
-        if self.opened and tokens > min(self.opened):
-            raise ValueError(
-                f"rollback({tokens}): only {min(self.opened)} tokens are in the open block; older ones are compressed. "
-                "Take a fork() before you read what you may want to undo"
-            )
-        self.opened = [opened - tokens for opened in self.opened]
+        if not tokens:
+            return
+        clock = [now - tokens for now in self.clock]
+        if not self._reaches(clock):
+            if self.before is None or not self.before._reaches(clock):
+                raise ValueError(
+                    f"rollback({tokens}): only {min(self.opened, default=0)} tokens are in the open block; older ones "
+                    "are compressed. Take a fork() before you read what you may want to undo"
+                )
+            for name in ("streams", "seen", "digests", "tokens"):
+                setattr(self, name, getattr(self.before, name))
+            self.before = None
+        self.opened = [now - seen for now, seen in zip(clock, self.seen, strict=True)]
         self.columns -= tokens
-        self.decoder = None
+        self.decoding = False
+
+    def _reaches(self, clock: list[int]) -> bool:
+        """Whether these times are in the open blocks."""
+        spans = zip(self.seen, clock, self.clock, strict=True)
+        return bool(self.streams) and all(seen <= then <= now for seen, then, now in spans)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -192,9 +235,10 @@ class MemoryCache(Cache):
     def nbytes(self) -> int:
         """Bytes it holds now."""
         own = [] if self.tokens is None else [self.tokens]
-        return sum(x.numel() * x.element_size() for stream in self.streams for x in stream.tensors()) + sum(
-            x.numel() * x.element_size() for x in own
-        )
+        own += [x for stream in self.streams for x in stream.tensors()]
+        own += [] if self.decoder is None else self.decoder.tensors()
+        held = {id(x): x.numel() * x.element_size() for x in own}  # the decoder's buffers may be the open block
+        return sum(held.values()) + (0 if self.before is None else self.before.nbytes())
 
     # -- what transformers asks of a cache -----------------------------------------------------------------------------
 
@@ -226,11 +270,15 @@ class MemoryCache(Cache):
         """`rollback`, as transformers spells it: minus the number of tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give minus the number of tokens to remove")
-        self.rollback(-tokens_to_remove)
+        self.rollback(-int(tokens_to_remove))  # speculative decoding counts in tensors
+
+    def activate_past_recording(self) -> None:
+        """Keep one block more, so that speculative decoding can take back what it has read across a block's end."""
+        self.recording = True
 
     is_compileable = False
     is_initialized = True
-    is_croppable = False  # across a block's end it cannot be undone
+    is_croppable = True
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -242,3 +290,10 @@ class MemoryCache(Cache):
 
     def __repr__(self) -> str:
         return f"MemoryCache(rows={self.batch}, clock={self.clock}, bytes={self.nbytes():,})"
+
+
+def _digest(before: str | None, block: Int[Tensor, " token"] | None) -> str | None:
+    """What identifies the tokens of all blocks so far, given what identified those before this one."""
+    if before is None or block is None:
+        return None
+    return hashlib.blake2b(before.encode() + block.long().numpy().tobytes(), digest_size=16).hexdigest()

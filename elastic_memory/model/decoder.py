@@ -1,7 +1,7 @@
 """Decoding at full speed: one token of each row on buffers that never move, as a CUDA graph where there is a GPU.
 
 Inside a block nothing changes but tensors: the token, its position, one more column of keys and values. So a step is
-captured once and replayed; when blocks close, the buffers are filled anew.
+captured once and replayed; when blocks close, rows are reordered or tokens taken back, the buffers are filled anew.
 """
 
 from typing import TYPE_CHECKING, Any, Self
@@ -86,20 +86,25 @@ class Decoder:
 
     def _take(self, cache: "MemoryCache") -> None:
         """Copy what the cache holds into the buffers, and let the cache hold the buffers."""
+        self.streams, cache.decoding = cache.streams, True
         self.positions.copy_(torch.tensor(cache.opened)[:, None])
         self.begun.copy_(torch.tensor(cache.seen)[:, None] > 0)
         if cache.tokens is not None:
             width = min(cache.tokens.shape[1], self.size)
             self.tokens[:, :width].copy_(cache.tokens[:, :width])
-        cache.tokens = self.tokens
+        if cache.tokens is not None or not any(cache.opened):  # what was fed as embeddings has no ids
+            cache.tokens = self.tokens
         for index, stream in enumerate(cache.streams):
-            for name, tensor in stream.room(self.size, self.backbone).items():
-                self.buffers[index][name].copy_(tensor)
-            stream.open = self.buffers[index]
+            stream.move(self.buffers[index])
             self.remembered[index].copy_(self._remembered(stream))
             if stream.reading:
                 for ours, theirs in zip(self.readings[index], stream.reading, strict=True):
                     ours.copy_(theirs)
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds in proportion to the block and the memory."""
+        buffers = [x for own in self.buffers for x in own.values()]
+        return [self.tokens, *buffers, *(x for reading in self.readings for x in reading or ())]
 
     @staticmethod
     def _remembered(stream: Any) -> Tensor:

@@ -86,6 +86,7 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
         "seen": cache.seen,
         "opened": cache.opened,
         "columns": cache.columns,
+        "digests": cache.digests,
     }
     header["content"] = content_hash(header, tensors)
     partial = path.with_name(path.name + ".partial")
@@ -128,6 +129,7 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
     cache.reset()
     cache.begin(len(seen), device)
     cache.seen, cache.columns = list(seen), header["columns"]
+    cache.digests = header.get("digests", [None] * len(seen))  # files of before they were kept are as good
     rope = model.base_model.rope()
     for index, (layer, stream) in enumerate(zip(model.base_model.layers, cache.streams, strict=True)):
         stream.state = tuple(tensors[f"layers.{index}.state.{part}"] for part in range(len(stream.state)))
@@ -205,6 +207,9 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         and all(type(n) is int and 0 <= n <= min(block_size, 2**31) for n in opened)
         and type(columns) is int
         and 0 <= columns < 2**62
+        and isinstance(digests := header.get("digests", [None] * len(seen)), list)
+        and len(digests) == len(seen)
+        and all(one is None or isinstance(one, str) for one in digests)
     )
     if not good:
         raise ValueError(f"{path}: its clock is impossible: seen {seen}, open {opened}, columns {columns}"[:300])

@@ -109,13 +109,15 @@ class MemoryBackbone(_Model):
         """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length."""
         if not isinstance(cache, MemoryCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; this model needs a MemoryCache(model)")
+        ids = None if ids is None else ids.long()
         source: Any = ids if ids is not None else embeds
         batch, columns = source.shape[:2]
         cache.begin(batch, source.device)
         rows = _padded_rows(mask, columns)
-        if cache.static and columns == 1 and ids is not None and rows is None:
+        probed = any(layer.self_attn.corrupt is not None for layer in self.layers)
+        if cache.static and columns == 1 and ids is not None and rows is None and not probed:
             return self._decode(ids, cache)
-        cache.decoder = None
+        cache.decoding = False
         lengths = rows.lengths if rows else [columns] * batch
         # Of each row only the tokens among the last columns are wanted, those from `firsts` on.
         wanted = min(keep or columns, columns)
@@ -149,6 +151,8 @@ class MemoryBackbone(_Model):
     def _close_full(self, wanting: list[bool], rope: Rope, cache: MemoryCache) -> bool:
         """Fold the complete open blocks of rows that have more to read into memory."""
         groups = cache.full_rows(wanting)
+        if groups:
+            cache.record()
         for seen, full in groups.items():
             for layer, stream in zip(self.layers, cache.streams, strict=True):
                 layer.close(rope, stream, full, seen)
@@ -157,7 +161,7 @@ class MemoryBackbone(_Model):
 
     def _decode(self, ids: Int[Tensor, "batch 1"], cache: MemoryCache) -> Float[Tensor, "batch 1 width"]:
         """One token of each row by the cache's decoder, which is filled anew whenever blocks close."""
-        ready = cache.decoder is not None and cache.decoder.settled == Decoder.conditions(self)
+        ready = cache.decoding and cache.decoder is not None and cache.decoder.settled == Decoder.conditions(self)
         if cache.decoder is None or not ready or cache.block_size in cache.opened:
             rope = self.rope()
             cache.refresh(rope)
@@ -301,18 +305,24 @@ class MemoryCausalLM(_Model):
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. With a warm `past_key_values`, `inputs` are the tokens that come next.
 
-        The whole sequence, including what the cache has read, is understood too: it is recognised by the open block. An
-        `attention_mask` that covers what was read and `inputs` says that they are new, whatever they look like.
-        `inputs_embeds` are always the whole sequence, as transformers wants them.
+        A whole sequence that begins with exactly what the cache has read is understood too. An `attention_mask` that
+        covers what was read and `inputs` says that they are new, whatever they look like; and so they are on a cache
+        that has read embeddings, whose ids it does not know. `inputs_embeds` are always the whole sequence, as
+        transformers wants them.
         """
         cache = kwargs.get("past_key_values")
         ids = inputs if inputs is not None else kwargs.get("input_ids")
         if isinstance(cache, MemoryCache) and cache.columns and ids is not None:
             mask = kwargs.get("attention_mask")
             mask = torch.ones_like(ids) if mask is None else mask
-            if mask.shape[1] == ids.shape[1] and not cache.holds(ids):
+            if mask.shape[1] == ids.shape[1] and not cache.holds(ids, mask):
                 kwargs["attention_mask"] = torch.cat((mask.new_ones(len(ids), cache.columns), mask), dim=1)
             elif mask.shape[1] == ids.shape[1] == cache.columns:
+                if not all(cache.opened):
+                    raise ValueError(
+                        "the cache has read exactly these tokens, and cannot read the newest again: give what comes "
+                        "next. If that looks the same, give an attention_mask that covers what was read, too"
+                    )
                 cache.rollback(1)  # the newest token is read again, for its logits
         return super().generate(inputs, *args, **kwargs)
 
@@ -320,7 +330,9 @@ class MemoryCausalLM(_Model):
         self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
     ) -> None:
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = MemoryCache(self)
+            model_kwargs["past_key_values"] = cache = MemoryCache(self)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
 

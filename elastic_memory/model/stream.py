@@ -93,22 +93,28 @@ class LayerStream:
                 buffer.scatter_(axis, index.expand_as(tensor), tensor)
 
     def room(self, tokens: int, backbone: Any) -> dict[str, Tensor]:
-        """All buffers, with room for exactly `tokens` open tokens behind the front."""
+        """Empty buffers, with room for exactly `tokens` open tokens behind the front."""
         geometry, weight = self.memory.geometry, backbone.embed_tokens.weight
         rooms = {}
         for name in self.kept:
             front = self.front if name in ("key", "value") else 0
-            heads, axis = (len(self.counts), geometry.kv_heads, front + tokens, geometry.head_dim), 2
+            shape: tuple[int, ...] = (len(self.counts), geometry.kv_heads, front + tokens, geometry.head_dim)
             if name == "output":
-                heads, axis = (len(self.counts), tokens, geometry.width), 1
-            rooms[name] = weight.new_zeros(heads)
-            old = self.open.get(name)
-            if old is not None:
-                kept = min(old.shape[axis], front + tokens)
-                rooms[name].narrow(axis, 0, kept).copy_(old.narrow(axis, 0, kept))
-            elif front:
-                rooms[name].narrow(axis, 0, front).copy_(self._front(name))
+                shape = (len(self.counts), tokens, geometry.width)
+            rooms[name] = weight.new_zeros(shape)
         return rooms
+
+    def move(self, rooms: dict[str, Tensor]) -> None:
+        """Go on in these buffers, with what the present ones hold."""
+        for name, room in rooms.items():
+            axis = 1 if name == "output" else 2
+            old = self.open.get(name)
+            if old is None and self.front and name in ("key", "value"):
+                old = self._front(name)
+            if old is not None and old is not room:
+                kept = min(old.shape[axis], room.shape[axis])
+                room.narrow(axis, 0, kept).copy_(old.narrow(axis, 0, kept))
+        self.open = dict(rooms)
 
     def _room(self, name: str, like: Tensor, axis: int, front: int, tokens: int) -> Tensor:
         """The buffer called `name`, with room for `tokens` open tokens behind its front columns."""

@@ -7,6 +7,8 @@ import elastic_memory as em
 from elastic_memory.memory import MEMORIES
 from tests.conftest import small_model
 
+TOLERANCE = dict(atol=1e-4, rtol=0)
+
 
 def decode(model, cache, ids):
     with torch.no_grad():
@@ -61,6 +63,52 @@ def test_everything_else_a_cache_can_do(model, ids, tmp_path):
     for beams in (1, 3):
         static = model.generate(ids, past_key_values=em.MemoryCache(model, static=True), num_beams=beams, **options)
         assert torch.equal(static, model.generate(ids, num_beams=beams, **options))
+
+
+@pytest.mark.parametrize("memory", ["elastic", "infini", "melodi"])
+@pytest.mark.parametrize("local", ["block", "sliding"])
+def test_the_captured_step_stays(memory, local, ids):
+    """What leaves the shapes as they are, copies into the decoder's buffers: nothing is captured anew."""
+    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
+    try:
+        model = small_model(memory, local_attention=local, **overrides)
+    except ValueError:
+        pytest.skip("undefined with sliding attention")
+    cache, swap = em.MemoryCache(model, static=True), torch.tensor([1, 0])
+    cache.activate_past_recording()
+    with torch.no_grad():
+        expected = model(ids).logits
+        model(ids[:, :17], past_key_values=cache)
+        decode(model, cache, ids[:, 17:19])
+        decoder, size = cache.decoder, cache.nbytes()
+        uses = [
+            (lambda: cache.rollback(2), 17, 22),
+            (lambda: model(ids[:, 22:30], past_key_values=cache), 30, 35),
+            (lambda: cache.rollback(4), 31, 35),
+            (lambda: cache.rollback(6), 29, 41),  # across the end of a block
+        ]
+        for use, start, end in uses:
+            use()
+            torch.testing.assert_close(decode(model, cache, ids[:, start:end]), expected[:, start:end], **TOLERANCE)
+        for start in (41, 42, 43):
+            cache.select(swap)
+            ids, expected = ids[swap], expected[swap]
+            logits = decode(model, cache, ids[:, start : start + 1])
+            torch.testing.assert_close(logits, expected[:, start : start + 1], **TOLERANCE)
+    assert cache.decoder is decoder
+    assert cache.nbytes() <= size
+
+
+def test_a_probe_is_honoured(model, ids):
+    """Corrupted keys and values of the open block, token by token."""
+    static, plain = em.MemoryCache(model, static=True), em.MemoryCache(model)
+    for each in (static, plain):
+        decode(model, each, ids[:, :11])
+    model.model.layers[1].self_attn.corrupt = lambda key, value: (key * 0.7, value.flip(-1))
+    probed = decode(model, plain, ids[:, 11:20])
+    torch.testing.assert_close(decode(model, static, ids[:, 11:20]), probed, **TOLERANCE)
+    model.model.layers[1].self_attn.corrupt = None
+    torch.testing.assert_close(decode(model, static, ids[:, 20:]), decode(model, plain, ids[:, 20:]), **TOLERANCE)
 
 
 def test_it_follows_the_retrieval_settings(model, ids):

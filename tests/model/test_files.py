@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import elastic_memory as em
+from elastic_memory.model.memory_file import content_hash
 from tests.conftest import small_model
 
 
@@ -122,6 +123,23 @@ def test_a_checkpoint_of_mixed_precision(model, ids, tmp_path):
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=0.2, rtol=0.1)
 
 
+def test_a_memory_file_that_does_not_say_what_was_read(saved, ids):
+    """As files once were: it goes on as any other, and takes all tokens for new."""
+    model, path, expected = saved
+    cache = em.MemoryCache.load(path, model)
+    assert cache.holds(ids, torch.ones_like(ids))
+
+    def forget(header):
+        del header["digests"]
+        header["content"] = content_hash(header, load_file(path))
+
+    rewrite(path, forget)
+    cache = em.MemoryCache.load(path, model)
+    assert not cache.holds(ids, torch.ones_like(ids))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids[:, 30:], past_key_values=cache).logits, expected, atol=1e-5, rtol=0)
+
+
 def test_a_memory_file_continues_where_it_stopped(saved, ids):
     model, path, expected = saved
     cache = em.MemoryCache.load(path, model)
@@ -174,7 +192,10 @@ def rewrite(path, change):
         (lambda h: h.update(seen=[3, 3]), "clock"),
         (lambda h: h.update(seen=[-8, -8]), "clock"),
         (lambda h: h.update(opened=[9, 9]), "clock"),
-        (lambda h: h.update(seen=[24], opened=[6]), "do not fit"),
+        (lambda h: h.update(seen=[24], opened=[6], digests=[""]), "do not fit"),
+        (lambda h: h.update(digests=[""]), "clock"),
+        (lambda h: h.update(digests=[1, 2]), "clock"),
+        (lambda h: h.update(digests=None), "clock"),
         (lambda h: h.update(columns="30"), "clock"),
         (lambda h: h.pop("weights"), "other weights"),
         (lambda h: h.update(config=7), "another shape"),

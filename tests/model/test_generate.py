@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import elastic_memory as em
+from elastic_memory.memory import MEMORIES
 from tests.conftest import small_model
 
 GREEDY = dict(max_new_tokens=25, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -70,18 +71,88 @@ def test_padding_on_a_warm_cache(model, ids, static, options):
         assert torch.equal(alone[:, 45:], model.generate(ids[row : row + 1, start:], **options)[:, 45 - start :])
 
 
+@pytest.mark.parametrize("through_a_file", [False, True])
+@pytest.mark.parametrize("read", [1, 7, 8, 9, 10, 17])
+def test_a_new_prompt_that_looks_like_the_open_block(model, ids, read, through_a_file, tmp_path):
+    """It is a whole sequence only if it begins with all that was read, not merely with what is still at hand."""
+    cache = em.MemoryCache(model)
+    model(ids[:, :read], past_key_values=cache)
+    if through_a_file:
+        cache.save(tmp_path / "memory")
+        cache = em.MemoryCache.load(tmp_path / "memory", model)
+    prompt = ids.flip(1)
+    prompt[:, : cache.seen[0]] = prompt[:, : cache.seen[0]] % 60 + 1
+    prompt[:, cache.seen[0] : read] = ids[:, cache.seen[0] : read]
+    if not cache.seen[0]:
+        prompt[:, 0] = ids[:, 0] % 60 + 1
+    expected = model.generate(torch.cat((ids[:, :read], prompt), dim=1), **GREEDY)[:, read:]
+    assert torch.equal(model.generate(prompt, past_key_values=cache.fork(), **GREEDY), expected)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_whole_padded_sequence(model, ids, left):
+    """The mask says where the tokens are; where all padding is on the left, they are found without it."""
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, 13) if left else slice(17, 30)] = 0
+    cache = em.MemoryCache(model)
+    model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(model.generate(ids, attention_mask=mask, past_key_values=cache.fork(), **GREEDY), expected)
+    assert cache.holds(ids, torch.ones_like(ids)) == left
+
+
+def test_one_book_and_whole_questions(model, ids):
+    book, questions = ids[:1, :21], torch.cat((ids[:1, :21].expand(3, -1), ids[:1, 21:].view(3, 8)), dim=1)
+    cache = em.MemoryCache(model)
+    model(book, past_key_values=cache)
+    expected = model.generate(questions, **GREEDY)
+    assert torch.equal(model.generate(questions, past_key_values=cache.fork(), **GREEDY), expected)
+    questions[2, 3] = questions[2, 3] % 60 + 1  # not what was read: then all are new
+    new = model.generate(torch.cat((book.expand(3, -1), questions), dim=1), **GREEDY)[:, 21:]
+    assert torch.equal(model.generate(questions, past_key_values=cache, **GREEDY), new)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_after_embeddings_all_tokens_are_new(model, ids, static, tmp_path):
+    cache = em.MemoryCache(model, static=static)
+    model(inputs_embeds=model.get_input_embeddings()(ids[:, :19]), past_key_values=cache)
+    model(ids[:, 19:20], past_key_values=cache)
+    with pytest.raises(ValueError, match="embeddings"):
+        cache.save(tmp_path / "memory")
+    expected = model.generate(torch.cat((ids[:, :20], ids), dim=1), **GREEDY)[:, 20:]
+    assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
+
+
 def test_new_tokens_that_look_like_old_ones(model):
-    """An empty open block cannot tell; nor can any, if a mask says that the tokens are new."""
+    """A mask says that they are new. Where the newest token cannot be read again, doubt is an error."""
     ids = torch.arange(1, 17).repeat(1, 2)
     expected = model.generate(ids, **GREEDY)[:, 16:]
-    cache = em.MemoryCache(model)
-    model(ids[:, :20], past_key_values=cache)
-    cache.rollback(4)
-    assert torch.equal(model.generate(ids[:, 16:], past_key_values=cache.fork(), **GREEDY), expected)
-    cache = em.MemoryCache(model)
-    model(ids[:, :16], past_key_values=cache)
-    new = model.generate(ids[:, 16:], past_key_values=cache, attention_mask=torch.ones_like(ids), **GREEDY)
-    assert torch.equal(new, expected)
+    for read in (16, 20):
+        cache = em.MemoryCache(model)
+        model(ids[:, :read], past_key_values=cache)
+        cache.rollback(read - 16)
+        new = model.generate(ids[:, 16:], past_key_values=cache.fork(), attention_mask=torch.ones_like(ids), **GREEDY)
+        assert torch.equal(new, expected)
+    with pytest.raises(ValueError, match="attention_mask"):
+        model.generate(ids[:, 16:], past_key_values=cache, **GREEDY)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers deprecates what its own assistants do
+@pytest.mark.parametrize("memory, local", [("elastic", "block"), ("elastic", "sliding"), ("melodi", "block")])
+@pytest.mark.parametrize("static", [False, True])
+def test_speculative_decoding(memory, local, static, ids):
+    """Candidates that turn out wrong are taken back across the ends of blocks: the same tokens as without."""
+    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
+    model = small_model(memory, local_attention=local, **overrides)
+    options = GREEDY | dict(max_new_tokens=60, pad_token_id=61)  # no token that an assistant may come upon
+    expected = model.generate(ids[:1], **options)
+    for help in ({"prompt_lookup_num_tokens": 7}, {"assistant_model": small_model(seed=1)}, {"assistant_model": model}):
+        if "assistant_model" in help:
+            help["assistant_model"].generation_config.num_assistant_tokens = 7
+        cache = em.MemoryCache(model, static=static)
+        assert torch.equal(model.generate(ids[:1], past_key_values=cache, **help, **options), expected)
+        assert cache.holds(expected, torch.ones_like(expected))
 
 
 def test_pipeline_conventions(model):

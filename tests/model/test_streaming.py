@@ -127,6 +127,57 @@ def test_rollback_inside_the_open_block_is_exact(sizes, back):
         torch.testing.assert_close(again, logits[:, -back:], **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["elastic", "sliding"])
+@given(sizes=splits, back=st.integers(1, 16), static=st.booleans(), ones=st.integers(0, 12))
+@settings(max_examples=25)
+def test_rollback_across_the_end_of_a_block_is_exact_if_recorded(name, sizes, back, static, ones):
+    model, length = MODELS[name], sum(sizes) + ones
+    ids, cache = tokens(2, length), em.MemoryCache(MODELS[name], static=static)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        logits = [model(piece, past_key_values=cache).logits for piece in ids.split([*sizes, *[1] * ones], dim=1)]
+        logits = torch.cat(logits, dim=1)
+        back = min(back, length, cache.opened[0] + 8)
+        with pytest.raises(ValueError, match="open block"):
+            cache.rollback(min(length, cache.opened[0] + 8) + 1)
+        for one in (cache.fork(), cache):  # what one of them reads does not disturb the other
+            one.rollback(back)
+            assert one.clock == [length - back] * 2
+            assert one.holds(ids, torch.ones_like(ids))
+            again = [model(piece, past_key_values=one).logits for piece in ids[:, length - back :].split(1, dim=1)]
+            torch.testing.assert_close(torch.cat(again, dim=1), logits[:, length - back :], **TOLERANCE)
+
+
+def test_a_recording_cache_does_not_grow_either(model):
+    sizes = []
+    for blocks in (3, 30):
+        cache = em.MemoryCache(model)
+        cache.activate_past_recording()
+        model(tokens(1, 8 * blocks + 3), past_key_values=cache)
+        sizes.append(cache.nbytes())
+    plain = em.MemoryCache(model)
+    model(tokens(1, 8 * 30 + 3), past_key_values=plain)
+    assert sizes[0] == sizes[1] == 2 * plain.nbytes()
+
+
+def test_nothing_can_be_taken_back_from_an_empty_cache(model):
+    cache = em.MemoryCache(model)
+    cache.rollback(0)
+    with pytest.raises(ValueError, match="0 tokens"):
+        cache.rollback(1)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_ids_of_32_bits(static, model, tmp_path):
+    ids, cache = tokens(2, 30), em.MemoryCache(model, static=static)
+    with torch.no_grad():
+        pieces = ids.int().split([11, 1, 1, 7, 10], dim=1)
+        logits = torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+        torch.testing.assert_close(logits, model(ids).logits, **TOLERANCE)
+    cache.save(tmp_path / "memory")
+    assert em.MemoryCache.load(tmp_path / "memory", model).holds(ids, torch.ones_like(ids))
+
+
 def test_the_newest_token_can_always_be_taken_back(model):
     for length in range(1, 20):
         _, cache = in_pieces(model, tokens(1, length), [length])
