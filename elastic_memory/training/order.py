@@ -5,6 +5,7 @@ to resume at step s is to start reading there.
 """
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -58,3 +59,35 @@ class Collate:
                 raise ValueError(f"row {item['row']} has a token outside the model's vocabulary of {self.vocabulary:,}")
         input_ids: Int[Tensor, "sample token"] = torch.from_numpy(stacked)
         return {"input_ids": input_ids, "labels": input_ids, "rows": [item["row"] for item in items]}
+
+
+class ReadAhead(Dataset):
+    """The micro-batches of a schedule, made by a thread of their own while earlier ones are trained on.
+
+    A process that asks for one gets those `stride` samples further on next; `ahead` of them are kept ready.
+    """
+
+    def __init__(self, schedule: Schedule, collate: Collate, stride: int, ahead: int) -> None:
+        self.schedule, self.collate, self.stride, self.ahead = schedule, collate, stride, ahead
+        # a thread and not a process: that would inherit the run's lock and outlive a kill
+        self.reader = ThreadPoolExecutor(1, "read-ahead")
+        self.begun: dict[int, Future] = {}
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def __getitems__(self, positions: list[int]) -> dict[str, Any]:
+        """The batch of these positions, usually waiting already; those after it are begun."""
+        first, size = positions[0], len(positions)
+        end = min(first + self.stride * self.ahead + 1, len(self) - size + 1)
+        for start in range(first, end, self.stride):
+            if start not in self.begun:
+                self.begun[start] = self.reader.submit(self._make, start, size)
+        return self.begun.pop(first).result()
+
+    def _make(self, start: int, size: int) -> dict[str, Any]:
+        return self.collate([self.schedule[position] for position in range(start, start + size)])
+
+    def close(self) -> None:
+        """Read no more."""
+        self.reader.shutdown(wait=False, cancel_futures=True)

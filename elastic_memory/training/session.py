@@ -158,7 +158,7 @@ class Session:
                     raise
                 memory = str(error).strip().split("\n")[0][:300]
             finally:
-                trainer.progress.close()
+                trainer.close()
             # outside the handlers, whose errors hold the tensors of the step that failed
             step = trainer.state.global_step + 1
             del trainer
@@ -294,7 +294,7 @@ class Session:
             "parameters": count_parameters(trainer.network.config),
             "tokens_per_second": statistics.median(speeds),
             "mfu": statistics.median(mfu) if mfu else None,
-            "data_share": statistics.median(line["data_share"] for line in lines),
+            "data_share": statistics.fmean(line["data_share"] for line in lines),
             "peak_memory_bytes": peak_memory(),
             "skipped": len(lines) - len(applied),
             "restarts": run.history("restart"),

@@ -15,7 +15,7 @@ from elastic_memory.training import checkpoints
 from elastic_memory.training.callbacks import Progress, SaveAndStop
 from elastic_memory.training.interrupts import Interrupts
 from elastic_memory.training.measures import Measures, memory_norms
-from elastic_memory.training.order import Collate, Schedule
+from elastic_memory.training.order import Collate, ReadAhead, Schedule
 from elastic_memory.training.recipe import Recipe
 from elastic_memory.training.runs import Run
 from elastic_memory.training.spikes import Restart, UnstableError, Watch, learning_rate_factor
@@ -41,6 +41,8 @@ def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
         gradient_checkpointing=execution.gradient_checkpointing,
         train_sampling_strategy="sequential",
         dataloader_drop_last=True,
+        # pinning copies with all of torch's threads and waits for those whose cores are busy: 20 ms, to save one
+        dataloader_pin_memory=False,
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
         logging_steps=1,
@@ -98,14 +100,23 @@ class MemoryTrainer(Trainer):
         args = arguments(run.recipe, run)
         self.measures = Measures(model, run.recipe, args)
         self.progress = Progress(run, args.max_steps)
+        stride = args.per_device_train_batch_size * args.world_size
+        self.batches = ReadAhead(
+            schedule, Collate(model.config.vocab_size), stride, ahead=args.gradient_accumulation_steps
+        )
         super().__init__(
             model=model,
             args=args,
-            train_dataset=schedule,
-            data_collator=Collate(model.config.vocab_size),
+            train_dataset=self.batches,
+            data_collator=_as_it_is,
             callbacks=[SaveAndStop(run.recipe, interrupts, watch), self.progress],
         )
         self.remove_callback(PrinterCallback)
+
+    def close(self) -> None:
+        """End what runs beside training, however that ended."""
+        self.progress.close()
+        self.batches.close()
 
     # -- which samples
 
@@ -220,6 +231,10 @@ class MemoryTrainer(Trainer):
         except (OSError, SafetensorError, RuntimeError) as error:
             raise self.run.unwritten(f"the checkpoint of step {step}", error) from error
         self.accelerator.wait_for_everyone()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def repair_for_weights_only(folder: Path, step: int, recipe: Recipe) -> None:

@@ -1,3 +1,4 @@
+import threading
 from collections import Counter
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_memory.training.order import Collate, Schedule, sample_order
+from elastic_memory.training.order import Collate, ReadAhead, Schedule, sample_order
 
 
 @given(st.integers(1, 50), st.integers(1, 200), st.integers(0, 5))
@@ -39,3 +40,33 @@ def test_a_token_outside_the_vocabulary_is_refused_by_row():
     assert Collate(10)(items)["rows"] == [7, 8]
     with pytest.raises(ValueError, match="row 8 has a token outside the model's vocabulary of 9"):
         Collate(9)(items)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.integers(0, 5))
+def test_reading_ahead_changes_no_batch(size, processes, process, ahead, begin):
+    """Every process, begun at any batch (as after a resume), gets what it would read itself."""
+    schedule, collate = Schedule([{"input_ids": torch.tensor([i, i])} for i in range(7)], 36, 1), Collate(7)
+    batches = ReadAhead(schedule, collate, size * processes, ahead)
+    for first in range((begin * processes + process % processes) * size, 36 - size + 1, size * processes):
+        positions = list(range(first, first + size))
+        made, plain = batches.__getitems__(positions), collate([schedule[position] for position in positions])
+        assert made["rows"] == plain["rows"]
+        assert torch.equal(made["input_ids"], plain["input_ids"])
+    assert not batches.begun, "what nobody will ask for is not read"
+    batches.close()
+
+
+def test_the_next_batch_is_read_while_the_last_one_is_trained_on():
+    class Disk(list):
+        def __getitem__(self, row):
+            read.append((row, threading.current_thread()))
+            enough.set() if len(read) == 6 else None
+            return {"input_ids": torch.tensor([row])}
+
+    read, enough = [], threading.Event()
+    batches = ReadAhead(Schedule(Disk(range(20)), 20, 1), Collate(20), stride=2, ahead=2)
+    assert batches.__getitems__([0, 1])["rows"] == sample_order(20, 2, 1).tolist()
+    assert enough.wait(10), "two more batches were read without being asked for"
+    batches.close()
+    assert [row for row, _ in read] == sample_order(20, 6, 1).tolist()
+    assert threading.current_thread() not in [thread for _, thread in read]

@@ -4,11 +4,13 @@ import json
 import math
 import os
 import signal
+import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from elastic_memory.data import Samples
 from elastic_memory.data.folders import locked
 from elastic_memory.training import checkpoints
 from elastic_memory.training.order import sample_order
@@ -301,6 +303,21 @@ def test_every_memory_sees_the_same_samples(corpus, tmp_path):
         result = train(recipe, corpus, tmp_path)
         hashes.add(result["sample_order"])
     assert len(hashes) == 1
+
+
+def test_the_data_share_is_the_time_that_steps_wait_for_rows(quick, corpus, tmp_path, monkeypatch):
+    result = train(quick, corpus, tmp_path / "quick")
+    assert result["data_share"] < 0.3
+
+    read = Samples.__getitem__
+
+    def slowly(rows, index):
+        time.sleep(0.2)
+        return read(rows, index)
+
+    monkeypatch.setattr(Samples, "__getitem__", slowly)
+    result = train(quick.replace(**{"training.tokens": 2048}), corpus, tmp_path / "slow")
+    assert result["data_share"] > 0.5, "four rows a step take longer than all the rest of it"
 
 
 def test_a_finished_run_is_left_alone(quick, corpus, undisturbed, capsys):
