@@ -1,0 +1,27 @@
+"""The programs under benchmarks/ run where there is no GPU, at tiny sizes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OURS = ("Transformer++", "Elastic 1x", "Infini", "Memorizing 1x", "Full attention")
+
+
+def test_peers_measures_ours_and_goes_on_after_a_failure(tmp_path):
+    fails, after = "Gated DeltaNet", "infini-transformer-pytorch, compiled"  # the first has no kernels for a CPU
+    out = tmp_path / "peers.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--tiny", "--out", str(out), "--only"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *OURS, fails, after], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(out.read_text())["peers"]}
+    assert list(rows) == [*OURS, fails, after]
+    for name in (*OURS, after):
+        assert rows[name]["tokens_per_s"] > 0, rows[name]
+        assert rows[name]["ratio"] == rows[name]["tokens_per_s"] / rows["Transformer++"]["tokens_per_s"]
+    assert rows[fails]["failed"] and rows[fails]["failed"] in done.stdout
