@@ -139,13 +139,13 @@ class MemoryCache(Cache):
         for sentence in sorted(filter(None, said)):
             warnings.warn(f"memory of a warm cache: {sentence}", stacklevel=4)
 
-    def holds(self, ids: Int[Tensor, "rows column"], mask: Int[Tensor, "rows column"]) -> bool:
+    def holds(self, ids: Int[Tensor, "rows column"], mask: Int[Tensor, "rows column"] | None = None) -> bool:
         """Whether `ids` is a whole sequence that begins with all that was read. Of embeddings nobody can tell."""
         if len(ids) % self.batch or ids.shape[1] < self.columns:
             return False
-        repeats, real = len(ids) // self.batch, mask[:, : self.columns].cpu() != 0
-        columns = ids[:, : self.columns].cpu().long()
-        return all(self._has_read(row // repeats, columns[row, real[row]]) for row in range(len(ids)))
+        repeats, columns = len(ids) // self.batch, ids[:, : self.columns].cpu().long()
+        real = torch.ones_like(columns) if mask is None else mask[:, : self.columns].cpu()
+        return all(self._has_read(row // repeats, columns[row, real[row] != 0]) for row in range(len(ids)))
 
     def _has_read(self, row: int, ids: Int[Tensor, " token"]) -> bool:
         """Whether these are the tokens of a row, padding in front of them aside."""

@@ -99,7 +99,7 @@ def test_a_whole_padded_sequence(model, ids, left):
     model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
     assert torch.equal(model.generate(ids, attention_mask=mask, past_key_values=cache.fork(), **GREEDY), expected)
-    assert cache.holds(ids, torch.ones_like(ids)) == left
+    assert cache.holds(ids) == left
 
 
 def test_one_book_and_whole_questions(model, ids):
@@ -152,7 +152,7 @@ def test_speculative_decoding(memory, local, static, ids):
             help["assistant_model"].generation_config.num_assistant_tokens = 7
         cache = em.MemoryCache(model, static=static)
         assert torch.equal(model.generate(ids[:1], past_key_values=cache, **help, **options), expected)
-        assert cache.holds(expected, torch.ones_like(expected))
+        assert cache.holds(expected)
 
 
 def test_pipeline_conventions(model):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import elastic_memory as em
-from elastic_memory.model.padding import real_features
+from elastic_memory.memory import MEMORIES
+from elastic_memory.memory.contract import real_features
 from tests.conftest import small_model
 
 SHAPE = dict(head_dim=6, hidden_size=32)
@@ -23,16 +24,20 @@ def twins(memory, **overrides):
     return plain, padded
 
 
-@pytest.mark.parametrize("memory", ["none", "elastic", "memorizing"])
-def test_it_is_the_same_function(memory, ids):
-    plain, padded = twins(memory)
+CASES = [(memory, {}) for memory in MEMORIES] + [("infini", {"memory_options": {"memory_norm": "qk"}})]
+
+
+@pytest.mark.parametrize(("memory", "options"), CASES)
+def test_it_is_the_same_function(memory, options, ids):
+    plain, padded = twins(memory, **options)
     torch.testing.assert_close(padded(ids).logits, plain(ids).logits, atol=1e-4, rtol=0)
     assert padded.memory_report() == plain.memory_report()
     assert padded.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
 
 
-def test_padding_stays_zero_in_training(ids):
-    plain, padded = twins("elastic")
+@pytest.mark.parametrize("memory", ["elastic", "infini"])
+def test_padding_stays_zero_in_training(memory, ids):
+    plain, padded = twins(memory)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1) for model in (plain, padded)]
     for _ in range(5):
         losses = []
@@ -54,11 +59,6 @@ def test_fresh_and_loaded_models_are_padded_with_zeros(tmp_path, ids):
     assert (model.model.layers[1].self_attn.k_proj.weight[~real_features(6, 8).repeat(2)] == 0).all()
     model.save_pretrained(tmp_path)
     assert torch.equal(em.MemoryLlamaForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
-
-
-def test_where_zeros_would_matter_it_is_refused():
-    with pytest.raises(ValueError, match="pad_heads would change"):
-        em.MemoryLlamaConfig.preset("tiny", memory="infini", pad_heads=True)
 
 
 def test_the_report_follows_the_retrieval_settings():
