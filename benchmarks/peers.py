@@ -75,8 +75,7 @@ def sizes(preset: str) -> dict[str, int]:
 
 def ours(**settings: Any) -> Build:
     def build(preset: str, cuda: bool) -> tuple[nn.Module, Backward]:
-        padded = cuda and not MEMORIES[settings["memory"]].no_padding
-        model = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(preset, **settings, pad_heads=padded))
+        model = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(preset, **settings, pad_heads=cuda))
         if cuda:
             model.compile_blocks()
         return model, labelled(model)
@@ -170,7 +169,7 @@ MATERIALISED = "attention scores materialised; not compiled, as in its training 
 PEERS = {
     BASE: Peer(ours(memory="none"), f"blocks of 2,048 without memory; {PADDED}"),
     "Elastic 1x": Peer(ours(memory="elastic"), PADDED),
-    "Infini": Peer(ours(memory="infini"), "gradients through all segments; compiled"),
+    "Infini": Peer(ours(memory="infini"), f"gradients through all segments; {PADDED}"),
     "Memorizing 1x": Peer(ours(memory="memorizing"), f"attention to a queue of 540 tokens, no search; {PADDED}"),
     "Full attention": Peer(ours(memory="none", local_attention="full"), PADDED),
     "transformers Llama": Peer(
