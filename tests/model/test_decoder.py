@@ -67,20 +67,22 @@ def test_everything_else_a_cache_can_do(model, ids, tmp_path):
 
 @pytest.mark.parametrize("memory", ["elastic", "infini", "melodi"])
 @pytest.mark.parametrize("local", ["block", "sliding"])
-def test_the_captured_step_stays(memory, local, ids):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_captured_step_stays(memory, local, device, ids):
     """What leaves the shapes as they are, copies into the decoder's buffers: nothing is captured anew."""
     overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
     try:
         model = small_model(memory, local_attention=local, **overrides)
     except ValueError:
         pytest.skip("undefined with sliding attention")
-    cache, swap = em.MemoryCache(model, static=True), torch.tensor([1, 0])
+    model, ids = model.to(device), ids.to(device)
+    cache, swap = em.MemoryCache(model, static=True), torch.tensor([1, 0], device=device)
     cache.activate_past_recording()
     with torch.no_grad():
         expected = model(ids).logits
         model(ids[:, :17], past_key_values=cache)
         decode(model, cache, ids[:, 17:19])
-        decoder, size = cache.decoder, cache.nbytes()
+        decoder, graph, size = cache.decoder, cache.decoder.graph, cache.nbytes()
         uses = [
             (lambda: cache.rollback(2), 17, 22),
             (lambda: model(ids[:, 22:30], past_key_values=cache), 30, 35),
@@ -96,6 +98,7 @@ def test_the_captured_step_stays(memory, local, ids):
             logits = decode(model, cache, ids[:, start : start + 1])
             torch.testing.assert_close(logits, expected[:, start : start + 1], **TOLERANCE)
     assert cache.decoder is decoder
+    assert decoder.graph is graph
     assert cache.nbytes() <= size
 
 
