@@ -13,8 +13,10 @@ def rotate(
     x: Float[Tensor, "batch head token dim"], cos: Float[Tensor, "... token dim"], sin: Float[Tensor, "... token dim"]
 ) -> Float[Tensor, "batch head token dim"]:
     """Rotary positions, Llama's pairing of the first and second half of each head."""
+    # Halves apart until the end: a compiled backward pass is then one sweep over memory.
     first, second = x.chunk(2, dim=-1)
-    return x * cos.unsqueeze(-3) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(-3)
+    (cos_first, cos_second), (sin_first, sin_second) = (table.unsqueeze(-3).chunk(2, dim=-1) for table in (cos, sin))
+    return torch.cat((first * cos_first - second * sin_first, second * cos_second + first * sin_second), dim=-1)
 
 
 def trapezoidal(

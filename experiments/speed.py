@@ -13,7 +13,6 @@ import torch
 
 import elastic_memory as em
 from elastic_memory.evaluation.throughput import Throughput, Workload, throughput
-from elastic_memory.memory import MEMORIES
 from elastic_memory.report.tables import Table
 from elastic_memory.training.environment import environment
 from elastic_memory.training.files import write_json
@@ -84,10 +83,9 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
 
 
 def timed(settings: dict[str, Any], plan: dict[str, Any]) -> Throughput:
-    """One configuration as it would be trained: on a GPU compiled, heads padded where the mechanism allows it."""
+    """One configuration as it would be trained: on a GPU compiled, with padded heads."""
     cuda = torch.cuda.is_available()
-    padded = cuda and not MEMORIES[settings["memory"]].no_padding
-    model: Any = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(**settings, pad_heads=padded))
+    model: Any = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(**settings, pad_heads=cuda))
     if cuda:
         torch._dynamo.reset()  # graphs of earlier models would count against the limit on recompilation
         torch.cuda.empty_cache()

@@ -24,8 +24,10 @@ def small_model(memory="elastic", seed=0, **overrides):
     values = SMALL | overrides
     if memory == "none":
         values = {name: value for name, value in values.items() if not name.startswith("memory_")}
-    elif not MEMORIES[memory].has_option("points"):
-        del values["memory_points"]
+    else:
+        for option in ("points", "order"):
+            if not MEMORIES[memory].has_option(option):
+                del values[f"memory_{option}"]
     torch.manual_seed(seed)
     return em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset("tiny", memory=memory, **values)).eval()
 

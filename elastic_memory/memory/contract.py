@@ -36,6 +36,7 @@ class Geometry:
     block_size: int
     initializer_range: float = 0.02
     scale: float | None = None  # of attention scores; None: 1 / sqrt(head_dim)
+    features: int | None = None  # of a head that are not padding (`pad_heads`); None: all
 
 
 class Host(NamedTuple):
@@ -50,8 +51,8 @@ class Block(NamedTuple):
 
     key: Float[Tensor, "batch kv_head token dim"]  # before rotary positions
     value: Float[Tensor, "batch kv_head token dim"]
-    output: Float[Tensor, "batch token width"] | None = None  # what left the layer, if `needs_output`
-    extend: Callable[[Tensor], Tensor] | None = None  # runs further tokens through the layer, behind the block
+    output: Float[Tensor, "batch token width"] | None = None  # what left the layer, if the memory has a `tail`
+    tail: Float[Tensor, "batch tail width"] | None = None  # what left it of the tail
 
 
 class Floats(NamedTuple):
@@ -70,9 +71,7 @@ class Memory(nn.Module):
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history
     joins: bool = False  # the reading is (key, value): further columns in the block's own softmax
     parallel: ClassVar[bool] = True  # the state depends on keys and values only, so all blocks are read at once
-    needs_output: ClassVar[bool] = False
     reads_start: bool = False  # block 0 reads the empty state
-    no_padding: ClassVar[str | None] = None  # why zeros behind a head's features would change it, where they would
     no_sliding: str | None = None  # why `local_attention="sliding"` is undefined, where it is
 
     def __init__(self, geometry: Geometry, *, detach_every: int | None = None):
@@ -125,6 +124,10 @@ class Memory(nn.Module):
     def write(self, state: State, block: Block, seen: int) -> State:
         """The state after `block`, which begins at token `seen`."""
         raise NotImplementedError
+
+    def tail(self) -> Float[Tensor, "tail width"] | None:
+        """Tokens that go through the layer behind each block: they see it and each other, nobody sees them."""
+        return None
 
     def prepare(
         self, query: Float[Tensor, "batch head token dim"], key: Float[Tensor, "batch kv_head token dim"]
@@ -214,6 +217,12 @@ def gated(
     openness = gate.sigmoid()[:, None, None]
     mixed = (local + openness * (remembered - local)).to(local.dtype)
     return mixed if visible is None else torch.where(visible.any(1)[:, None, None, None], mixed, local)
+
+
+def real_features(dim: int, stored: int, device: torch.device | None = None) -> Bool[Tensor, " stored"]:
+    """Which of a head's `stored` features are among its `dim` real ones: padding stands behind either half."""
+    half = torch.arange(stored // 2, device=device) < dim // 2
+    return torch.cat((half, half))
 
 
 def wide(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from elastic_memory.memory.contract import (
     full_precision,
     gated,
     one_of,
+    real_features,
     wide,
 )
 from elastic_memory.shapes import Bool, Float, Tensor
@@ -41,7 +42,6 @@ class InfiniMemory(Memory):
     """
 
     source = "Leave No Context Behind: Infini-attention (arXiv 2404.07143)"
-    no_padding = "its feature map turns a zero into a one"
     phrase = "keys and values summed into one matrix per head"
 
     def __init__(
@@ -93,7 +93,7 @@ class InfiniMemory(Memory):
         self, query: Float[Tensor, "batch head token dim"], key: Float[Tensor, "batch kv_head token dim"]
     ) -> tuple[Tensor, Tensor]:
         """Normalised, if `memory_norm` is qk."""
-        return (_rms(query), _rms(key)) if self.memory_norm == "qk" else (query, key)
+        return (self._rms(query), self._rms(key)) if self.memory_norm == "qk" else (query, key)
 
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """Queries use the state as it is."""
@@ -103,7 +103,7 @@ class InfiniMemory(Memory):
     def write(self, state: State, block: Block, seen: int) -> InfiniState:
         """z <- z + sum sigma(k), and M <- M + sigma(K)^T (V - sigma(K) M / sigma(K) z); if linear, the V alone."""
         matrix, normaliser = state
-        feature, value = sigma(block.key).to(matrix.dtype), block.value.to(matrix.dtype)
+        feature, value = self._sigma(block.key).to(matrix.dtype), block.value.to(matrix.dtype)
         if self.update == "delta":
             value = value - feature @ matrix / (feature @ normaliser[..., None] + EPSILON)
         return InfiniState(matrix + feature.mT @ value, normaliser + feature.sum(2))
@@ -113,14 +113,13 @@ class InfiniMemory(Memory):
     ) -> Sequence[Reading]:
         """M <- (I - G) M + U: the d x d matrices G and U of all blocks at once, so that only they wait for each other.
 
-        U = sigma(K)^T V and G = sigma(K)^T diag(1 / sigma(K) z) sigma(K), with z the normaliser before the block.
+        U = sigma(K)^T V and G = S^T S with S = diag(1 / sqrt(sigma(K) z)) sigma(K), z the normaliser before the block.
         """
         size = self.geometry.block_size
         blocks = (key.shape[2] - 1) // size  # the last is read by nobody
         with torch.autocast(key.device.type, enabled=False):
-            features, values = (
-                x[:, :, : blocks * size].unflatten(2, (blocks, size)) for x in (sigma(key), wide(value))
-            )
+            keys, values = (x[:, :, : blocks * size].unflatten(2, (blocks, size)) for x in (key, value))
+            features = self._sigma(keys)
             matrix, normaliser = (part.to(features.dtype) for part in self.start(key.shape[0], key.device))
             readings: list[Reading] = [(matrix, normaliser)] if self.reads_start else []
             normalisers = [normaliser]
@@ -130,8 +129,8 @@ class InfiniMemory(Memory):
             updates = _product(features.mT, values, key.dtype)
             if self.update == "delta" and blocks:
                 before = torch.stack(normalisers[:-1], dim=2)[..., None, :]
-                weighted = features / ((features * before).sum(-1, keepdim=True) + EPSILON)
-                known = _product(weighted.mT, features, key.dtype)
+                scaled = features * ((features * before).sum(-1, keepdim=True) + EPSILON).rsqrt()
+                known = _product(scaled.mT, scaled, key.dtype)
             for index in range(blocks):
                 if self.update == "delta":
                     matrix = matrix - known[:, :, index] @ matrix
@@ -150,21 +149,23 @@ class InfiniMemory(Memory):
         """y = g sigma(q) M / sigma(q) z + (1 - g) local; no positions."""
         matrix, normaliser = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in reading)
         with torch.autocast(query.device.type, enabled=False):
-            feature = sigma(query)
+            feature = self._sigma(query)
             weight = (feature * normaliser[:, :, None]).sum(-1, keepdim=True) + EPSILON
             remembered = _product(feature, matrix, query.dtype) / weight
             if self.memory_norm == "output":
-                remembered = _rms(remembered)
+                remembered = self._rms(remembered)
             return gated(wide(self.gate), remembered, local, visible)
 
+    def _sigma(self, x: Tensor) -> Tensor:
+        """ELU(x) + 1, positive; padding stays zero."""
+        feature = F.elu(wide(x)) + 1
+        if self.geometry.features is None:
+            return feature
+        return feature * real_features(self.geometry.features, x.shape[-1], x.device)
 
-def sigma(x: Tensor) -> Tensor:
-    """ELU(x) + 1, positive."""
-    return F.elu(wide(x)) + 1
-
-
-def _rms(x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], eps=1e-5)
+    def _rms(self, x: Tensor) -> Tensor:
+        square = wide(x).square().sum(-1, keepdim=True) / (self.geometry.features or x.shape[-1])
+        return (x * (square + 1e-5).rsqrt()).to(x.dtype)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elastic_memory.memory.contract import Block, Floats, Geometry, Host, Memory, Reading, State, one_of, wide
-from elastic_memory.shapes import Tensor
+from elastic_memory.shapes import Float, Tensor
 
 
 class MelodiMemory(Memory):
@@ -22,7 +22,6 @@ class MelodiMemory(Memory):
     phrase = "summary tokens and a learned mixer of whole blocks"
     joins = True
     parallel = False
-    needs_output = True
     no_sliding = "its mixer summarises disjoint blocks; in sliding windows a token belongs to many"
 
     def __init__(
@@ -70,6 +69,10 @@ class MelodiMemory(Memory):
         """Zeros."""
         return (torch.zeros(batch, self.order, self.geometry.width, device=device),)
 
+    def tail(self) -> Float[Tensor, "tail width"]:
+        """The summary tokens."""
+        return self.summary
+
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """The layer's own keys and values of z, which stands right before the block."""
         key, value = host.project(state[0])
@@ -77,13 +80,13 @@ class MelodiMemory(Memory):
 
     def write(self, state: State, block: Block, seen: int) -> State:
         """z = mix(rms([x; u])) + u; the old z is in it only by attention."""
-        assert block.output is not None and block.extend is not None
-        context = block.output
-        summary = block.extend(self.summary.to(context.dtype).expand(len(context), -1, -1))
-        # The mixer's inputs are places in the block: those that a short one does not have are zero.
-        missing = self.geometry.block_size - context.shape[1]
-        tokens = torch.cat((F.pad(_rms(context), (0, 0, 0, missing)), _rms(summary)), dim=1)
-        return (wide(self.mixer(tokens.mT).mT.contiguous()) + wide(summary),)
+        context, summary = block.output, block.tail
+        assert context is not None and summary is not None
+        # The mixer's inputs are places in the block, those that a short one does not have are left out, and places
+        # among the summary tokens. Two products, as neither the concatenation nor its transpose is of further use.
+        of_block, of_summary = self.mixer.weight.split((self.geometry.block_size, self.order), dim=1)
+        mixed = of_block[:, : context.shape[1]] @ _rms(context) + of_summary @ _rms(summary)
+        return (wide(mixed) + wide(self.mixer.bias)[:, None] + wide(summary),)
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -101,6 +101,7 @@ class MemoryLlamaConfig(LlamaConfig):
     a queue its tokens; for summaries their number). `memory_points`, `sampling`, `sampling_options`: how the state is
     read. `memory_options`: further arguments of the mechanism. None leaves a setting to the mechanism's default.
     `pad_heads`: store each head with zeros up to a multiple of 8, which the fastest attention kernels demand.
+    `residual_in_fp32`: under autocast, keep what layers add to in float32.
     """
 
     model_type = "memory_llama"
@@ -118,14 +119,12 @@ class MemoryLlamaConfig(LlamaConfig):
     sampling_options: dict | None = None
     memory_options: dict | None = None
     pad_heads: bool = False
+    residual_in_fp32: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         _refuse_unknown(self, kwargs)
         super().__post_init__(**kwargs)
         self.settings()
-        reason = MEMORIES[self.memory].no_padding
-        if self.pad_heads and reason:
-            raise ValueError(f"pad_heads would change what memory={self.memory!r} computes: {reason}")
 
     def stored(self) -> Self:
         """The configuration whose shapes the weights have: with `pad_heads`, heads of a multiple of 8."""
@@ -145,10 +144,15 @@ class MemoryLlamaConfig(LlamaConfig):
             initializer_range=self.initializer_range,
         )
 
+    def _stored_geometry(self) -> Geometry:
+        """The shape of a layer whose heads may be padded."""
+        padded = self.head_dim if self.pad_heads else None
+        return replace(self.stored().geometry(), scale=self.head_dim**-0.5, features=padded)
+
     def settings(self, stored: bool = False) -> MemorySettings:
         """The memory part of the configuration, checked; for heads as they are stored, if asked."""
         return MemorySettings(
-            geometry=replace(self.stored().geometry(), scale=self.head_dim**-0.5) if stored else self.geometry(),
+            geometry=self._stored_geometry() if stored else self.geometry(),
             memory=self.memory,
             memory_layers=self.memory_layers,
             local_attention=self.local_attention,

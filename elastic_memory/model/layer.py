@@ -32,7 +32,7 @@ class Rope:
 
     def inside(self, x: Heads) -> Heads:
         """Rotate tokens that stand at the beginning of a block."""
-        if self.table is None:
+        if self.table is None or self.table[0].shape[1] < x.shape[2]:
             return self(x, torch.arange(x.shape[2], device=x.device))
         cos, sin = (part[:, : x.shape[2]] for part in self.table)
         return rotate(x, cos, sin).to(x.dtype)
@@ -97,13 +97,28 @@ class MemoryAttention(nn.Module):
         visible: Bool[Tensor, "batch column"] | None = None,
     ) -> Heads:
         """Attention of a block: `key` and `value` are all its columns, those of a joining memory in front included."""
+        return self.remember(self.attend(rotated, key, value, mask), query, rotated, reading, visible)
+
+    def attend(
+        self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None = None
+    ) -> Heads:
+        """Softmax attention; without a mask the queries are the last of the keys' tokens."""
         if mask is None:
-            mixed = trapezoidal(rotated, key, value, self.scaling)
-        else:
-            mixed = masked(rotated, key, value, mask, self.scaling)
-        if reading and not self.memory.joins:
-            mixed = self.memory.mix(mixed, query, rotated, reading, visible)
-        return mixed
+            return trapezoidal(rotated, key, value, self.scaling)
+        return masked(rotated, key, value, mask, self.scaling)
+
+    def remember(
+        self,
+        local: Heads,
+        query: Heads,
+        rotated: Heads,
+        reading: Reading | None,
+        visible: Bool[Tensor, "batch column"] | None = None,
+    ) -> Heads:
+        """What a memory that does not join the softmax adds to the block's own attention."""
+        if not reading or self.memory.joins:
+            return local
+        return self.memory.mix(local, query, rotated, reading, visible)
 
     def probed(self, key: Heads, value: Heads) -> tuple[Heads, Heads]:
         """The block's own keys and values, as attention gets to see them."""
@@ -148,6 +163,11 @@ class MemoryLayer(GradientCheckpointingLayer):
         """Whole samples, all blocks at once where the mechanism allows it."""
         return self._all_blocks(hidden, rope) if self.memory.parallel else self._block_by_block(hidden, rope)
 
+    def span(self, length: int) -> int:
+        """Positions that occur in a sample of `length` tokens: those of a block, and of the tail behind it."""
+        tail = self.memory.tail()
+        return self.locality.span(length) + (0 if tail is None else len(tail))
+
     def host(self, rope: Rope) -> Host:
         """This layer, as its memory sees it."""
 
@@ -175,9 +195,10 @@ class MemoryLayer(GradientCheckpointingLayer):
             positions = torch.arange(-size, 0, device=hidden.device)
             previous = rope(key.flatten(0, 1), positions).unflatten(0, key.shape[:2])
 
-        mixed = []
-        for first, last, reading in _spans(query.shape[1], readings, apart=len(readings) > 0 or self.locality.sliding):
-            raw, turned, *window = (x[:, first:last].flatten(0, 1) for x in (query, rotated, rotated_key, value))
+        local = []
+        joined = readings if attention.memory.joins else []
+        for first, last, reading in _spans(query.shape[1], joined, apart=len(joined) > 0 or self.locality.sliding):
+            turned, *window = (x[:, first:last].flatten(0, 1) for x in (rotated, rotated_key, value))
             mask = None
             if previous is not None and first > 0:
                 before = [x[:, first - 1 : last - 1].flatten(0, 1) for x in (previous, value)]
@@ -187,11 +208,16 @@ class MemoryLayer(GradientCheckpointingLayer):
                 front = columns[0].shape[2] - window[0].shape[2]
                 mask = window_mask(size, window[0].shape[2] - size, size, hidden.device)
                 mask = torch.cat((mask.new_ones(size, front), mask), dim=1)
-            block = attention.mix(raw, turned, *columns, reading, mask)
-            mixed.append(block.unflatten(0, (-1, last - first)))
-        joined = torch.cat(mixed, dim=1) if len(mixed) > 1 else mixed[0]
+            local.append(attention.attend(turned, *columns, mask).unflatten(0, (-1, last - first)))
+        mixed = _joined(local)
+        if not attention.memory.joins:
+            parts = []
+            for first, last, reading in _spans(query.shape[1], readings, apart=len(readings) > 0):
+                own, raw, turned = (x[:, first:last].flatten(0, 1) for x in (mixed, query, rotated))
+                parts.append(attention.remember(own, raw, turned, reading).unflatten(0, (-1, last - first)))
+            mixed = _joined(parts)
         # [batch, block, head, token, dim] -> [batch, head, token, dim]
-        return self._finish(hidden, joined.transpose(1, 2).flatten(2, 3)[:, :, :length])
+        return self._finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
 
     def _block_by_block(self, hidden: Tensor, rope: Rope) -> Tensor:
         memory, outputs, size = self.memory, [], self.locality.block_size
@@ -206,30 +232,38 @@ class MemoryLayer(GradientCheckpointingLayer):
         self, tokens: Tensor, rope: Rope, state: State, seen: int, reads: bool, writes: bool
     ) -> tuple[Tensor, State]:
         """A block of a memory whose state depends on what leaves the layer: its output, and the state after it."""
-        attention, host = self.self_attn, self.host(rope)
-        reading = self.memory.read(state, seen, host) if reads else None
+        attention, size = self.self_attn, tokens.shape[1]
+        reading = self.memory.read(state, seen, self.host(rope)) if reads else None
+        tail = self._tail(tokens) if writes else None
+        together = tail is not None and attention.corrupt is None  # a tail sees the block without the probe
+        if together:
+            tokens = torch.cat((tokens, tail), dim=1)
         query, key, value = attention.project(self.input_layernorm(tokens))
         clean = rope.inside(key), value
         local = attention.join(reading, *attention.probed(*clean))
         output = self._finish(tokens, attention.mix(query, rope.inside(query), *local, reading))
+        if together:
+            output, tail = output[:, :size], output[:, size:]
+        elif tail is not None:
+            tail = self._behind(tail, rope, attention.join(reading, *clean), reading, size)
         if writes:
-            known = local if attention.corrupt is None else attention.join(reading, *clean)
-            extend = self._extender(rope, known, reading, tokens.shape[1])
-            state = self.memory.write(state, Block(key, value, output, extend), seen)
+            block = Block(key[:, :, :size], value[:, :, :size], output, tail)
+            state = self.memory.write(state, block, seen)
         return output, state
 
-    def _extender(
-        self, rope: Rope, local: tuple[Heads, Heads], reading: Reading | None, length: int
-    ) -> Callable[[Tensor], Tensor]:
-        """Runs further tokens through the layer behind a block of `length` tokens, whose columns are `local`."""
+    def _tail(self, like: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch tail width"] | None:
+        """The memory's tail, for each row."""
+        tail = self.memory.tail()
+        return None if tail is None else tail.to(like.dtype).expand(len(like), -1, -1)
 
-        def extend(tokens: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
-            positions = torch.arange(length, length + tokens.shape[1], device=tokens.device)
-            query, key, value = self.self_attn.project(self.input_layernorm(tokens))
-            columns = torch.cat((local[0], rope(key, positions)), 2), torch.cat((local[1], value), 2)
-            return self._finish(tokens, self.self_attn.mix(query, rope(query, positions), *columns, reading))
-
-        return extend
+    def _behind(
+        self, tokens: Tensor, rope: Rope, local: tuple[Heads, Heads], reading: Reading | None, length: int
+    ) -> Float[Tensor, "batch token width"]:
+        """Run further tokens through the layer behind a block of `length` tokens, whose columns are `local`."""
+        positions = torch.arange(length, length + tokens.shape[1], device=tokens.device)
+        query, key, value = self.self_attn.project(self.input_layernorm(tokens))
+        columns = torch.cat((local[0], rope(key, positions)), 2), torch.cat((local[1], value), 2)
+        return self._finish(tokens, self.self_attn.mix(query, rope(query, positions), *columns, reading))
 
     def _stream(self, hidden: Tensor, rope: Rope, stream: LayerStream, segment: Segment) -> Tensor:
         attention = self.self_attn
@@ -276,11 +310,12 @@ class MemoryLayer(GradientCheckpointingLayer):
         """Fold the complete open block of some rows, which began at token `seen`, into memory, and open the next."""
         size = self.locality.block_size
         block = stream.block(rows, size)
-        if self.memory.needs_output:
+        tail = None if block.output is None else self._tail(block.output)
+        if tail is not None:
             columns = stream.block_columns(rows, size)
             had = stream.reading if stream.counts[rows[0]] else None
             reading = had and tuple(part[rows] for part in had)
-            block = block._replace(extend=self._extender(rope, columns, reading, size))
+            block = block._replace(tail=self._behind(tail, rope, columns, reading, size))
         window = None
         if self.locality.sliding:
             window = rope(block.key, torch.arange(-size, 0, device=block.key.device)), block.value
@@ -294,6 +329,10 @@ def _fold(x: Heads, size: int) -> Float[Tensor, "batch block head size dim"]:
     if short:
         x = nn.functional.pad(x, (0, 0, 0, 0, 0, short))
     return x.unflatten(1, (-1, size)).transpose(2, 3)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def _spans(blocks: int, readings: Any, apart: bool) -> list[tuple[int, int, Reading | None]]:

@@ -79,22 +79,31 @@ class MemoryBackbone(_Model):
             rows = from_positions(position_ids, attention_mask)
         if rows is None and attention_mask is not None:
             rows = from_mask(attention_mask[:, -source.shape[1] :])
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(rows.align(input_ids) if rows else input_ids)
-        elif rows:
-            inputs_embeds = rows.align(inputs_embeds)
-        hidden, every = inputs_embeds, [inputs_embeds]
-        rope = Rope(self.rotary_emb, hidden, self.layers[0].locality.span(hidden.shape[1] if rows else length))
+        source = rows.align(source) if rows else source
+        hidden = self._residual(self.embed_tokens(source) if input_ids is not None else source)
+        every = [hidden]
+        length = hidden.shape[1] if rows else length
+        rope = Rope(self.rotary_emb, hidden, max([layer.span(length) for layer in self.layers]))
         for layer in self.layers:
             hidden = layer(hidden, rope)
             every.append(hidden)
-        hidden = self.norm(hidden)
+        hidden = self._last_norm(hidden)
         if rows:
             hidden = rows.restore(hidden)
         states = None
         if output_hidden_states:
             states = (*(rows.restore(x) if rows else x for x in every[:-1]), hidden)
         return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], hidden_states=states)
+
+    def _residual(self, embeddings: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
+        """What layers add to: in autocast's type, where there is one, as float32 would double the traffic."""
+        device = embeddings.device.type
+        if not torch.is_autocast_enabled(device) or getattr(self.config, "residual_in_fp32", False):
+            return embeddings
+        return embeddings.to(torch.get_autocast_dtype(device))
+
+    def _last_norm(self, hidden: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
+        return self.norm(hidden)
 
     def _owner(self) -> Any:
         """What a cache asks for its layers and parameters."""
@@ -139,7 +148,7 @@ class MemoryBackbone(_Model):
             ]
             piece = _cut(aligned, done, max(takes))
             segment = cache.segment(takes, rope, source.device)
-            hidden = self.embed_tokens(piece) if ids is not None else piece
+            hidden = self._residual(self.embed_tokens(piece) if ids is not None else piece)
             for layer, stream in zip(self.layers, cache.streams, strict=True):
                 hidden = layer(hidden, rope, stream, segment)
             cache.advance(takes, piece if ids is not None else None)
@@ -260,6 +269,8 @@ class MemoryCausalLM(_Model):
             name = "blocks" if layer.memory.parallel else "one_block"
             # Bound to the layer after compilation, as a copy of the layer then has its own.
             setattr(layer, name, MethodType(torch.compile(getattr(MemoryLayer, name), **options), layer))
+        model = self.base_model
+        model._last_norm = MethodType(torch.compile(MemoryBackbone._last_norm, **options), model)
         self._loss = torch.compile(next_token_loss, **options)
 
     _loss = staticmethod(next_token_loss)

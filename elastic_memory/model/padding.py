@@ -8,7 +8,8 @@ so they stay zero through training.
 import torch
 from torch import nn
 
-from elastic_memory.shapes import Bool, Int, Tensor
+from elastic_memory.memory.contract import real_features
+from elastic_memory.shapes import Int, Tensor
 
 
 class PaddedRotary(nn.Module):
@@ -28,12 +29,6 @@ class PaddedRotary(nn.Module):
         )
 
 
-def real_features(dim: int, stored: int) -> Bool[Tensor, " stored"]:
-    """Which of a head's stored features are not padding."""
-    half = torch.arange(stored // 2) < dim // 2
-    return torch.cat((half, half))
-
-
 @torch.no_grad()
 def pad_heads(attention: nn.Module, dim: int) -> None:
     """Make the projections of `attention`, built for padded heads, those of heads of `dim` features."""
@@ -41,7 +36,7 @@ def pad_heads(attention: nn.Module, dim: int) -> None:
     attention.scaling = dim**-0.5
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         weight = getattr(attention, name).weight
-        real = real_features(dim, stored).to(weight.device).repeat(max(weight.shape) // stored)
+        real = real_features(dim, stored, weight.device).repeat(max(weight.shape) // stored)
         if name == "o_proj":
             weight.mul_(real[: weight.shape[1]])
         else:

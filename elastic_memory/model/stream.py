@@ -56,7 +56,8 @@ class LayerStream:
         self.window: tuple[Tensor, Tensor] | None = None  # the previous block, for sliding attention
         self.open: dict[str, Tensor] = {}
         # Attention needs rotated keys, memory raw ones; outputs only where the mechanism says so.
-        self.kept = {"key", "value"} | ({"raw"} if keep_raw else set()) | ({"output"} if memory.needs_output else set())
+        needed = {"raw": keep_raw, "output": memory.tail() is not None}
+        self.kept = {"key", "value"} | {name for name, wanted in needed.items() if wanted}
 
     @property
     def memory_columns(self) -> int:

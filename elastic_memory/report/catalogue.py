@@ -94,15 +94,9 @@ def _section(name: str, kind: type[Memory]) -> str:
         ]
         lines.append(_table(["size", "floats, as the paper counts", "carried", "added parameters", "all"], sizes))
     lines.append("Options: " + (", ".join(options(kind)) or "none") + ".")
-    undefined = [
-        f"{setting} is refused: {reason}."
-        for setting, reason in (
-            ('`local_attention="sliding"`', memory.no_sliding),
-            ("`pad_heads`", memory.no_padding),
-        )
-        if reason
-    ]
-    return "\n\n".join(lines + undefined)
+    if memory.no_sliding:
+        lines.append(f'`local_attention="sliding"` is refused: {memory.no_sliding}.')
+    return "\n\n".join(lines)
 
 
 def options(kind: type[Memory]) -> Iterable[str]:

@@ -51,7 +51,7 @@ def test_a_short_block_is_filled_up_in_the_mixer_only(length):
     model = one_layer().double()
     memory = memory_of(model)
     context, summary = torch.randn(1, length, 32).double(), torch.randn(1, memory.order, 32).double()
-    block = Block(context, context, output=context, extend=lambda tokens: summary)
+    block = Block(context, context, output=context, tail=summary)
     (state,) = memory.write(memory.start(1), block, 0)
     expected = oracle.mixed(Layer(model, 0), context[0], summary[0])
     torch.testing.assert_close(state[0], expected)
