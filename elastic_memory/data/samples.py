@@ -81,8 +81,14 @@ class Samples:
         return self.manifest["tokenizer"]["vocab_size"]
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer these rows were made with."""
-        return load_tokenizer(self.folder / "tokenizer")
+        """The tokenizer these rows were made with; ValueError if the one that lies beside them is another."""
+        beside, made = load_tokenizer(self.folder / "tokenizer"), self.manifest["tokenizer"]["sha256"]
+        if beside.sha256 != made:
+            raise ValueError(
+                f"{self.folder / 'tokenizer'} is tokenizer {beside.sha256[:12]}, the rows were made with {made[:12]} "
+                f"({self.manifest['tokenizer']['name']}): prepare the corpus again"
+            )
+        return beside
 
     def verify(self) -> None:
         """Read everything once; ValueError if a file is not what was written."""

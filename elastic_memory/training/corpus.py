@@ -26,11 +26,16 @@ def fit(recipe: Recipe, rows: Samples) -> Recipe:
         )
     if "vocab_size" not in recipe.model.config:
         recipe = recipe.replace(**{"model.config.vocab_size": rows.vocab_size})
-    vocabulary = build_config(recipe).vocab_size
+    vocabulary, name = build_config(recipe).vocab_size, rows.manifest["tokenizer"]["name"]
     if vocabulary != rows.vocab_size:
-        name = rows.manifest["tokenizer"]["name"]
         raise ValueError(
             f"the data's tokenizer ({name}) has {rows.vocab_size:,} tokens, the model {vocabulary:,}: they do not fit; "
             "prepare with the model's tokenizer"
         )
+    if not tokenizer_sha256(rows).startswith(recipe.tokenizer or ""):
+        raise ValueError(
+            f"the data's tokenizer ({name}) is {tokenizer_sha256(rows)[:12]}, the recipe is for {recipe.tokenizer}: "
+            "prepare with that one, or --set tokenizer=null to train with any of this size"
+        )
+    rows.tokenizer()  # it goes with the model: it must be the one that made the rows
     return recipe

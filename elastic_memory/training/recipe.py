@@ -98,6 +98,7 @@ class Recipe:
     name: str
     model: Model
     training: Training
+    tokenizer: str | None = None  # how the hash of the rows' tokenizer must begin; None takes any of the right size
     stability: Stability = field(default_factory=Stability)
     execution: Execution = field(default_factory=Execution)
 
@@ -122,7 +123,7 @@ class Recipe:
 
     def digest(self, data: str) -> str:
         """Ten hex digits that name what is trained: model, training, stability and the data's hash."""
-        what = {key: value for key, value in self.to_dict().items() if key not in ("name", "execution")}
+        what = {key: self.to_dict()[key] for key in ("model", "training", "stability")}
         return hashlib.sha256(json.dumps([what, data], sort_keys=True).encode()).hexdigest()[:10]
 
     def replace(self, **keys: Any) -> "Recipe":

@@ -121,7 +121,8 @@ class Session:
                 )
         checkpoints.sweep(run.checkpoints)
         run.mend()
-        facts = {"sample_order": self.schedule.digest, "machine": here, **environment()}
+        tokenizer = tokenizer_sha256(self.rows)
+        facts = {"tokenizer": tokenizer, "sample_order": self.schedule.digest, "machine": here, **environment()}
         run.begin(facts)
 
     def _refuse_other_recipe(self) -> None:
@@ -130,11 +131,10 @@ class Session:
         for folder in sorted(run.folder.parent.glob(f"{run.recipe.name}-*")):
             if not (folder / "run.json").exists() or (folder / "result.json").exists():
                 continue
-            old = {
-                **yaml.safe_load((folder / "recipe.yaml").read_text()),
-                "data": read_json(folder / "run.json")["data"],
-            }
-            new = {**run.recipe.to_dict(), "data": run.data}
+            facts = read_json(folder / "run.json")
+            old = yaml.safe_load((folder / "recipe.yaml").read_text())
+            old |= {"data": facts["data"], "tokenizer": facts.get("tokenizer")}
+            new = {**run.recipe.to_dict(), "data": run.data, "tokenizer": tokenizer_sha256(self.rows)}
             changed = [line for line in differences(old, new) if not line.startswith("execution.")]
             raise ValueError(
                 f"nothing to resume: this is not what {folder.name} trains ({'; '.join(changed)}). "

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import time
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from elastic_memory.data import Samples
+from elastic_memory.data import Samples, prepare, samples
 from elastic_memory.data.folders import locked
 from elastic_memory.training import checkpoints
 from elastic_memory.training.order import sample_order
@@ -294,6 +295,49 @@ def test_data_that_does_not_fit_is_refused(quick, corpus, tmp_path):
         train(quick, tmp_path, tmp_path)
     with pytest.raises(ValueError, match="4 samples does not divide over 1 processes x micro-batches of 3"):
         train(quick.replace(**{"execution.micro_batch": 3}), corpus, tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def alphabets(corpus, tmp_path_factory):
+    """The same text, prepared with two tokenizers of 256 tokens: bytes numbered upwards, and downwards."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder, prepared = tmp_path_factory.mktemp("alphabets"), []
+    for name, backwards in (("up", False), ("down", True)):
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=backwards)
+        made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder / name)
+        rows, texts = folder / f"{name}-rows", sorted(map(str, corpus.parent.glob("*.txt")))
+        prepare(texts, rows, tokenizer=folder / name, length=128, shares=(0.8, 0.1, 0.1))
+        prepared.append(rows)
+    return prepared
+
+
+def test_another_tokenizer_of_the_same_size_is_told_apart(quick, alphabets, tmp_path, disturb):
+    up, down = alphabets
+
+    def crash(model, out):
+        raise KeyError
+
+    disturb([9], crash)
+    with pytest.raises(KeyError):
+        train(quick, up, tmp_path / "runs")
+    with pytest.raises(ValueError, match=r"tokenizer: [0-9a-f]{64} -> [0-9a-f]{64}"):
+        train(quick, down, tmp_path / "runs", GO_ON)
+
+    meant = quick.replace(tokenizer=samples(up).manifest["tokenizer"]["sha256"][:16])
+    with pytest.raises(ValueError, match=rf"tokenizer \(down\) is [0-9a-f]+, the recipe is for {meant.tokenizer}"):
+        train(meant, down, tmp_path / "fresh")
+    assert not (tmp_path / "fresh").exists()
+    assert train(meant, up, tmp_path / "runs", GO_ON)["steps"] == 12, "to name it does not make another run of it"
+
+    shutil.copytree(up, tmp_path / "mixed")
+    shutil.copytree(down / "tokenizer", tmp_path / "mixed" / "tokenizer", dirs_exist_ok=True)
+    with pytest.raises(ValueError, match=r"mixed/tokenizer is tokenizer .* the rows were made with"):
+        train(quick, tmp_path / "mixed", tmp_path / "fresh")
+    assert not (tmp_path / "fresh").exists()
 
 
 def test_every_memory_sees_the_same_samples(corpus, tmp_path):
