@@ -165,12 +165,12 @@ class Memory(nn.Module):
             readings.append(self.read(state, seen + size, host))
         return readings
 
-    def history(self, signal: Tensor, block: int, axis: int = 2) -> Tensor:
-        """The tokens before block number `block` along `axis`, detached as far as `detach_every` says."""
+    def history(self, signal: Tensor, block: int) -> Tensor:
+        """The tokens before block number `block`, detached as far as `detach_every` says."""
         size = self.geometry.block_size
         cut = block // self.detach_every * self.detach_every * size if self.detach_every else 0
-        past, near = signal.narrow(axis, 0, cut), signal.narrow(axis, cut, block * size - cut)
-        return torch.cat((past.detach(), near), axis) if cut else near
+        past, near = signal[:, :, :cut], signal[:, :, cut : block * size]
+        return torch.cat((past.detach(), near), dim=2) if cut else near
 
     def cut(self, state: State, block: int) -> State:
         """The state that enters block number `block`, detached where `detach_every` says so."""

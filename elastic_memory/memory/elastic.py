@@ -97,21 +97,21 @@ class ElasticMemory(Memory):
         # [point, 2 * batch * head * dim] -> keys and values [batch, head, point, dim]
         return [tuple(one.unflatten(1, signal.shape[1:]).permute(1, 2, 3, 0, 4).unbind(0)) for one in readings]
 
-    def _direct(self, plan: Direct, signal: Float[Tensor, "token feature"]) -> list[Tensor]:
+    def _direct(self, plan: Direct, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
         """W_i times the raw history: no state, and no block waits for another."""
-        return [weight @ self.history(signal, block, axis=0) for block, weight in enumerate(plan.weights, 1)]
+        return _Direct.apply(signal, self.geometry.block_size, self.detach_every, *plan.weights).unbind(0)
 
-    def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "token feature"]) -> list[Tensor]:
+    def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
         """P and K block by block; products in the signal's precision, state and sums in float32."""
         blocks, size = plan.projections.shape[0], self.geometry.block_size
         kept = torch.promote_types(signal.dtype, torch.float32)
-        updates = (plan.projections @ signal[: blocks * size].unflatten(0, (blocks, size))).to(kept)
-        states = [updates[0]]
+        updates = (plan.projections @ signal[: blocks * size].unflatten(0, (blocks, size))).unbind(0)
+        states = [updates[0].to(kept)]
         for index in range(1, blocks):
             (entering,) = self.cut((states[-1],), index)
             states.append((plan.transitions[index - 1] @ entering.to(signal.dtype)).to(kept) + updates[index])
         entering = torch.stack([self.cut((state,), index)[0] for index, state in enumerate(states, 1)])
-        return list((plan.reconstructions @ entering.to(signal.dtype)).unbind(0))
+        return (plan.reconstructions @ entering.to(signal.dtype)).unbind(0)
 
     def adapt(self, state: State) -> tuple[State, str | None]:
         """Low coefficients are a prefix: a lower order keeps them, a higher one knows only them of the past."""
@@ -127,6 +127,38 @@ class ElasticMemory(Memory):
             padded,
             f"order raised from {had} to {wanted}: tokens read so far stay at order {had}, new ones get {wanted}",
         )
+
+
+class _Direct(torch.autograd.Function):
+    """Readings of all blocks, stacked: `weights[i-1] @ signal[:i * size]`.
+
+    Backward, a block of tokens gets one product with all readings that saw it, summed inside the product; autograd
+    would make one product per reading, as long as its history, and add them up in memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, signal: Float[Tensor, "token feature"], size: int, detach_every: int | None, *weights: Tensor
+    ) -> Float[Tensor, "reading point feature"]:
+        ctx.save_for_backward(*weights)
+        ctx.size, ctx.detach_every, ctx.tokens = size, detach_every, len(signal)
+        return torch.stack([weight @ signal[: weight.shape[1]] for weight in weights])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Float[Tensor, "reading point feature"]) -> tuple:  # type: ignore[override]
+        weights, size, every = ctx.saved_tensors, ctx.size, ctx.detach_every
+        parts = []
+        for block in range(len(weights)):
+            # Readings of the blocks behind this one, up to the next cut.
+            last = len(weights) if every is None else min(len(weights), (block // every + 1) * every - 1)
+            seeing = [weight[:, block * size : (block + 1) * size] for weight in weights[block:last]]
+            if len(seeing) > 0:
+                parts.append(torch.cat(seeing).mT @ gradient[block:last].flatten(0, 1))
+            else:
+                parts.append(gradient.new_zeros(size, gradient.shape[2]))
+        unread = ctx.tokens - len(weights) * size
+        parts.append(gradient.new_zeros(unread, gradient.shape[2]))
+        return torch.cat(parts), None, None, *([None] * len(weights))
 
 
 def _fields(bank: Bank) -> tuple[int, int, Any, tuple]:

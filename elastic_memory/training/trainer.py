@@ -200,7 +200,8 @@ class MemoryTrainer(Trainer):
         """Write one line of metrics a step, and pass the numbers on to whatever `report_to` names."""
         if "loss" in logs:
             logs.update(self.measures.line(self.state.global_step))
-            if self.control.should_save and self.measures.memories:
+            # a stream reads its weights between the calls of layers, where FSDP has them in pieces
+            if self.control.should_save and self.measures.memories and not self.is_fsdp_enabled:
                 with self.accelerator.autocast():
                     logs.update(memory_norms(self.network, self.sample))
             if self.is_world_process_zero():
