@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
 import elastic_memory as em
@@ -15,6 +16,11 @@ from elastic_memory.training.recipe import Recipe
 def device_name(device: torch.device) -> str:
     """The accelerator's name, or the kind of processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor that FSDP may have spread over the processes, put together; all of them must ask."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @torch.no_grad()
@@ -58,5 +64,5 @@ class Measures:
         if self.tokens_at_peak:
             line["mfu"] = round(speed / self.tokens_at_peak, 4)
         for layer, memory in self.memories.items():
-            line |= {f"{name}/{layer}": round(float(gate.mean()), 6) for name, gate in memory.gates().items()}
+            line |= {f"{name}/{layer}": round(float(whole(gate.mean())), 6) for name, gate in memory.gates().items()}
         return line

@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl, Train
 from elastic_memory.training import checkpoints
 from elastic_memory.training.callbacks import Progress, SaveAndStop
 from elastic_memory.training.interrupts import Interrupts
-from elastic_memory.training.measures import Measures, memory_norms
+from elastic_memory.training.measures import Measures, memory_norms, whole
 from elastic_memory.training.order import Collate, ReadAhead, Schedule
 from elastic_memory.training.recipe import Recipe
 from elastic_memory.training.runs import Run
@@ -179,8 +179,7 @@ class MemoryTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clip, and drop the gradients of a step that must not be applied: an optimizer leaves such weights alone."""
-        norm = super()._clip_grad_norm(model)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = whole(super()._clip_grad_norm(model))
         mine = torch.stack([self.measures.loss.float(), norm.new_tensor(float(self.interrupts.pending)).float()])
         loss, stop = (self.accelerator.reduce(mine, "sum") / self.args.world_size).tolist()
         self.interrupts.agreed = stop > 0

@@ -16,6 +16,11 @@ QUICK = [
     "training.length=128", "training.batch_tokens=512", "training.tokens=6144", "execution.micro_batch=2",
     "execution.save_every=4", "model.config.block_size=32", "model.config.num_hidden_layers=2",
 ]  # fmt: skip
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "MemoryLayer", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,25 +8,28 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from elastic_memory.training import checkpoints, session
 from elastic_memory.training.recipe import load_recipe
 from elastic_memory.training.runs import StoppedError
 from elastic_memory.training.session import Resume, train
 
-from .conftest import QUICK, RECIPES, same_weights
+from .conftest import FSDP2, QUICK, RECIPES, same_weights, weights
 from .test_session import events, lines, only_run
 
 RECIPE = RECIPES / "smoke" / "elastic.yaml"
+GATED = RECIPES / "smoke" / "memorizing.yaml"
 COMMAND = [sys.executable, "-c", "from elastic_memory.cli import main; main()", "train", str(RECIPE)]
 SET = [word for key in QUICK for word in ("--set", key)]
 
 
-def start(corpus, out, *options, launcher=()):
-    command = [*launcher, *COMMAND, "--data", str(corpus), "--out", str(out), *SET, *options]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def start(corpus, out, *options, launcher=(), command=COMMAND, **environment):
+    words = [*launcher, *command, "--data", str(corpus), "--out", str(out), *SET, *options]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
 
 
 def child(function):
@@ -248,3 +251,38 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(quick, corpus
         for name in ("whole", "moved")
     }
     assert len(orders) == 1
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("processes", [1, 2])
+def test_with_fsdp2_a_killed_run_ends_as_one_process_does(quick, corpus, tmp_path, processes):
+    options = ("--set", f"training.tokens={512 * 40}")
+    sharded = [sys.executable, str(Path(__file__).with_name("fsdp_on_cpu.py")), "train", str(GATED)]
+
+    def launched(*more):
+        launcher, words = torchrun(processes), (*options, *more)
+        return start(corpus, tmp_path / "sharded", *words, launcher=launcher, command=sharded, **FSDP2)
+
+    whole = train(load_recipe(GATED, [*QUICK, *options[1::2]]), corpus, tmp_path / "whole")
+    killed = launched()
+    while not list((tmp_path / "sharded").glob("*/checkpoints/step-*")):
+        time.sleep(0.01)
+        assert killed.poll() is None, killed.stderr.read()
+    run = only_run(tmp_path / "sharded")
+    os.kill(int((run / "checkpoints" / "lock").read_text().split()[1]), signal.SIGKILL)  # process 123 on ...
+    killed.communicate(timeout=120)
+    assert len(lines(run)) < 40, "it was killed on the way"
+    resumed = launched("--resume")
+    _, told = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, told[-3000:]
+    assert "going on after step" in told
+
+    assert any(run.glob("checkpoints/*/pytorch_model_fsdp_0")), "the checkpoint is sharded"
+    result = json.loads((run / "result.json").read_text())
+    assert result["sample_order"] == whole["sample_order"]
+    plain = only_run(tmp_path / "whole")
+    for key in ("loss", "grad_norm", "gate/1"):
+        values = [[line[key] for line in lines(each)] for each in (plain, run)]
+        assert values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-5), key
+    for name, weight in weights(plain).items():
+        torch.testing.assert_close(weights(run)[name], weight, atol=1e-4, rtol=1e-3)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from .conftest import RECIPES, same_weights
+from .conftest import FSDP2, RECIPES, same_weights
 from .test_session import lines, only_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -18,15 +18,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CHANGES = [
     "training.length=128", "training.batch_tokens=1024", "training.tokens=40960", "execution.micro_batch=4",
     "execution.save_every=10", "model.config.vocab_size=256", "model.config.block_size=32",
-    "model.config.num_hidden_layers=3", "execution.compile=false",
+    "model.config.num_hidden_layers=3", "execution.compile=false", "tokenizer=null",
 ]  # fmt: skip
 
 
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "MemoryLayer", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-}  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
 
 
