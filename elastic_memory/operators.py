@@ -22,10 +22,9 @@ from elastic_memory.shapes import Float, Tensor
 
 BATCH = 2**22  # entries of the float64 matrices built together for the recurrent road
 
-# What building W holds at once: so many tokens of so many histories, and so many polynomials of them. A GPU wants few
-# long launches, a CPU what fits its caches.
+# What building W holds at once: so many tokens, and so many polynomials of them. A GPU wants few long launches, a CPU
+# what fits its caches.
 SWEEP = {"cpu": 2**13, "cuda": 2**16}
-GROUP = 6
 PANEL = 64
 
 CACHED = 4  # plans and the like; an unbounded cache would break the promise of constant memory
@@ -227,7 +226,7 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
 def _direct(
     bank: Bank, histories: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "point token"], ...]:
-    """W = R K for several histories, without ever holding K.
+    """W = R K for several histories, without ever holding R or K.
 
     W[j,k] is the sum over n of R[j,n] times Phi_n at token k's right edge minus Phi_n at its left edge, and
     Phi_n = (P_{n+1} - P_{n-1}) / (2 sqrt(2n+1)). Sorted by polynomial instead, it is the sum over m = 1 .. order of
@@ -235,26 +234,53 @@ def _direct(
         (r[j,m-1] - r[j,m+1]) / 2 * (P_m at the right edge - P_m at the left edge),
 
     r[j,n] = R[j,n] / sqrt(2n+1) and 0 from n = order on. One plain product per panel of polynomials does that, and one
-    difference along the tokens at the very end.
+    difference along the tokens at the very end; one sweep over n serves edges and moments alike.
     """
     weights = tuple(torch.empty(bank.points, history, device=device, dtype=dtype) for history in histories)
-    moments = [bank.moments(history) for history in histories]
+    moments = [bank.moments(history).to(device) for history in histories]
     for pieces in _pieces(histories, SWEEP.get(device.type, SWEEP["cpu"])):
         edges = [
             torch.arange(first, last + 1, dtype=torch.float64, device=device) / histories[which]
             for which, first, last in pieces
         ]
-        readers = _steepness(_readers(bank.order, torch.stack([moments[which] for which, _, _ in pieces]), device))
-        sums = [reader.new_zeros(bank.points, len(points)) for reader, points in zip(readers, edges, strict=True)]
-        polynomials = islice(hippo.legendre(torch.cat(edges)), 1, bank.order + 1)
-        for begin in range(0, bank.order, PANEL):
-            panel = torch.stack(list(islice(polynomials, PANEL)))
-            columns = panel.split([len(points) for points in edges], dim=1)
-            for total, reader, values in zip(sums, readers, columns, strict=True):
-                total.addmm_(reader[:, begin : begin + PANEL], values)
+        looks = [moments[which] for which, _, _ in pieces]
+        sums = [points.new_zeros(bank.points, len(points)) for points in edges]
+        sizes = [part.numel() for part in (*edges, *looks)]
+        for begin, panel in _panels(bank.order, torch.cat([part.flatten() for part in (*edges, *looks)])):
+            columns = panel.split(sizes, dim=1)
+            for total, values, seen, look in zip(sums, columns, columns[len(edges) :], looks, strict=False):
+                total.addmm_(_steepness(bank.order, begin, seen, look).T, values[2:-2])
         for (which, first, last), total in zip(pieces, sums, strict=True):
             torch.sub(total[:, 1:], total[:, :-1], out=weights[which][:, first:last])
     return weights
+
+
+def _panels(order: int, u: Float[Tensor, " point"]) -> Iterator[tuple[int, Float[Tensor, "panel point"]]]:
+    """P_{begin-1} .. P_{begin+PANEL+2} at `u` for begin = 0, PANEL, ...: neighbouring panels share four rows."""
+    polynomials = hippo.legendre(u)
+    rows = [torch.zeros_like(u), *islice(polynomials, PANEL + 3)]  # P_{-1} = 0
+    for begin in range(0, order, PANEL):
+        yield begin, torch.stack(rows)
+        rows = [*rows[-4:], *islice(polynomials, PANEL)]
+
+
+def _steepness(
+    order: int, begin: int, panel: Float[Tensor, "row look"], look: Float[Tensor, "point ..."]
+) -> Float[Tensor, "panel point"]:
+    """(r[m-1] - r[m+1]) / 2 for m = begin + 1 .. begin + PANEL (see `_direct`), from a panel at moments or cells.
+
+    r[n] is P_n at a moment; over a cell it is the mean of P_n, (P_{n+1} - P_{n-1}) / (2n+1) / 2 at its right end minus
+    the same at its left end, by its width.
+    """
+    n = torch.arange(begin, begin + len(panel) - 2, device=panel.device)[:, None]
+    if look.ndim == 1:
+        r = panel[1:-1]
+    else:
+        left, right = panel.unflatten(1, look.shape).unbind(2)
+        steps = right - left
+        r = (steps[2:] - steps[:-2]) / (2 * (2 * n + 1) * (look[:, 1] - look[:, 0]))
+    r = torch.where(n < order, r, 0.0)
+    return (r[:-2] - r[2:]) / 2
 
 
 def _readers(
@@ -268,15 +294,6 @@ def _readers(
     return (right - left) / (moments[..., 1] - moments[..., 0]).to(device)[..., None]
 
 
-def _steepness(readers: Float[Tensor, "reader point order"]) -> Float[Tensor, "reader point order"]:
-    """(r[m-1] - r[m+1]) / 2 for m = 1 .. order, r[n] = R[n] / sqrt(2n+1) (see `_direct`). Overwrites its argument."""
-    odd = torch.arange(1, 2 * readers.shape[-1], 2, dtype=readers.dtype, device=readers.device)
-    half = readers.div_(2 * odd.sqrt())
-    result = half.clone()
-    result[..., :-2] -= half[..., 2:]
-    return result
-
-
 def _pieces(histories: tuple[int, ...], most: int) -> Iterator[list[tuple[int, int, int]]]:
     """Cut histories into pieces (which, first token, last token) and group them: about `most` tokens per group."""
     group: list[tuple[int, int, int]] = []
@@ -288,7 +305,7 @@ def _pieces(histories: tuple[int, ...], most: int) -> Iterator[list[tuple[int, i
             group.append((which, first, last))
             room -= last - first
             first = last
-            if not room or len(group) == GROUP:
+            if not room:
                 yield group
                 group, room = [], most
     if group:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from elastic_memory.model.cache import MemoryCache
 
 
+# A step looks at a whole number of such stretches of the block, as many as its rows have begun: looking at the empty
+# rest of a block would double what a step reads. One graph for each number.
+STRETCH = 256
+
+
 class Decoder:
     """A captured step of `backbone` on the open blocks of `cache`."""
 
@@ -32,34 +37,40 @@ class Decoder:
         self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
         self.readings = [stream.reading and tuple(part.clone() for part in stream.reading) for stream in self.streams]
         self.shapes, self.settled = self._shapes(cache), self.conditions(backbone)
-        self.graph: Any = None
+        self.graphs: dict[int, Any] = {}  # by columns of the block that are looked at: (graph, hidden states)
 
     @classmethod
     def fill(cls, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"], old: Self | None) -> Self:
         """A decoder that continues `cache`: the `old` one with new contents, if its shapes still fit."""
         fits = old is not None and old.shapes == cls._shapes(cache) and old.settled == cls.conditions(backbone)
         decoder = old if old is not None and fits else cls(backbone, cache, ids)
-        if decoder.graph is None and ids.is_cuda:
+        if not decoder.graphs and ids.is_cuda:
             decoder._capture()  # runs the step, so what the buffers hold comes after it
         decoder._take(cache)
         return decoder
 
-    def __call__(self, ids: Int[Tensor, "batch 1"]) -> Float[Tensor, "batch 1 width"]:
-        """Hidden states of the next token of each row."""
+    def __call__(self, ids: Int[Tensor, "batch 1"], opened: int) -> Float[Tensor, "batch 1 width"]:
+        """Hidden states of the next token of each row, the longest of which has `opened` tokens in its block."""
         self.ids.copy_(ids)
-        if self.graph is None:
-            return self._step()
-        self.graph.replay()
-        return self.hidden.clone()
+        reach = next(reach for reach in self._reaches() if opened < reach)
+        if reach not in self.graphs:
+            return self._step(reach)
+        graph, hidden = self.graphs[reach]
+        graph.replay()
+        return hidden.clone()
 
-    def _step(self) -> Float[Tensor, "batch 1 width"]:
+    def _reaches(self) -> list[int]:
+        """Numbers of columns of the block that a step may look at."""
+        return [min(reach, self.size) for reach in range(STRETCH, self.size + STRETCH, STRETCH)]
+
+    def _step(self, reach: int) -> Float[Tensor, "batch 1 width"]:
         self.tokens.scatter_(1, self.positions, self.ids)
         rope = tuple(table[0][self.positions] for table in self.rope)
         hidden, masks = self.backbone.embed_tokens(self.ids), {}
         for index, (layer, stream) in enumerate(zip(self.backbone.layers, self.streams, strict=True)):
             memory, before = stream.memory_columns, stream.front - stream.memory_columns
             if (memory, before) not in masks:
-                local = torch.arange(-before, self.size, device=self.ids.device)
+                local = torch.arange(-before, reach, device=self.ids.device)
                 remembered = self.remembered[index][:, :memory]
                 masks[memory, before] = column_mask(self.positions, local, remembered, self.begun, self.window)
             visible = None if stream.memory.joins else self.remembered[index]
@@ -71,18 +82,18 @@ class Decoder:
         return self.backbone.norm(hidden)
 
     def _capture(self) -> None:
-        """Warm up on a stream of its own, as CUDA graphs ask, then record."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
+        """Warm up on a stream of its own, as CUDA graphs ask, then record; one pool for all, as they run in turns."""
+        side, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        for reach in self._reaches():
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
                 self.positions.zero_()
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        self.positions.zero_()
-        with torch.cuda.graph(self.graph):
-            self.hidden = self._step()
+                self._step(reach)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                hidden = self._step(reach)
+            self.graphs[reach] = graph, hidden
 
     def _take(self, cache: "MemoryCache") -> None:
         """Copy what the cache holds into the buffers, and let the cache hold the buffers."""
@@ -106,13 +117,11 @@ class Decoder:
         buffers = [x for own in self.buffers for x in own.values()]
         return [self.tokens, *buffers, *(x for reading in self.readings for x in reading or ())]
 
-    @staticmethod
-    def _remembered(stream: Any) -> Tensor:
+    def _remembered(self, stream: Any) -> Tensor:
         """Which columns of its reading each row has."""
         columns = stream.reading[0].shape[2] if stream.reading else 0
-        device = stream.state[0].device if stream.state else None
-        counts = torch.tensor(stream.counts, device=device)
-        return torch.arange(columns, device=device) < counts[:, None]
+        counts = torch.tensor(stream.counts, device=self.ids.device)
+        return torch.arange(columns, device=self.ids.device) < counts[:, None]
 
     @staticmethod
     def conditions(backbone: Any) -> list[Any]:

@@ -300,7 +300,8 @@ class MemoryLayer(GradientCheckpointingLayer):
         for name, new, offset in (("key", rotated_key, front), ("value", value, front), ("raw", key, 0)):
             if name in buffers:
                 buffers[name].scatter_(2, place + offset, new.to(buffers[name].dtype))
-        mixed = attention.mix(query, rotated, buffers["key"], buffers["value"], reading, mask, visible)
+        known, held = (buffers[name][:, :, : mask.shape[-1]] for name in ("key", "value"))
+        mixed = attention.mix(query, rotated, known, held, reading, mask, visible)
         output = self._finish(hidden, mixed)
         if "output" in buffers:
             buffers["output"].scatter_(1, positions[:, :, None].expand_as(output), output)

@@ -176,7 +176,7 @@ class MemoryBackbone(_Model):
             cache.refresh(rope)
             self._close_full([True] * len(ids), rope, cache)
             cache.decoder = Decoder.fill(self, cache, ids, cache.decoder)
-        hidden = cache.decoder(ids)
+        hidden = cache.decoder(ids, max(cache.opened))
         cache.opened = [opened + 1 for opened in cache.opened]
         cache.columns += 1
         return hidden

@@ -112,6 +112,9 @@ class MemoryTrainer(Trainer):
             callbacks=[SaveAndStop(run.recipe, interrupts, watch), self.progress],
         )
         self.remove_callback(PrinterCallback)
+        if self.is_fsdp_enabled:
+            # autocast alone decides, as without FSDP: its own policy rounds the loss and summed gradients to bfloat16
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = None
 
     def close(self) -> None:
         """End what runs beside training, however that ended."""

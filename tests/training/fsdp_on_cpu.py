@@ -17,6 +17,8 @@ def with_fsdp(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwa
     if first and fsdp_plugin is not None:
         self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         self.fsdp_plugin = fsdp_plugin
+        if self.mixed_precision != "no":
+            fsdp_plugin.set_mixed_precision(self.mixed_precision)
 
 
 if __name__ == "__main__":

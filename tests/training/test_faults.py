@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from elastic_memory.training import checkpoints, session
 from elastic_memory.training.recipe import load_recipe
@@ -254,9 +253,9 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(quick, corpus
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("processes", [1, 2])
-def test_with_fsdp2_a_killed_run_ends_as_one_process_does(quick, corpus, tmp_path, processes):
-    options = ("--set", f"training.tokens={512 * 40}")
+@pytest.mark.parametrize(("processes", "precision"), [(1, "bf16"), (2, "fp32")])
+def test_with_fsdp2_a_killed_run_ends_as_one_process_does(quick, corpus, tmp_path, processes, precision):
+    options = ("--set", f"training.tokens={512 * 40}", "--set", f"training.precision={precision}")
     sharded = [sys.executable, str(Path(__file__).with_name("fsdp_on_cpu.py")), "train", str(GATED)]
 
     def launched(*more):
@@ -281,8 +280,9 @@ def test_with_fsdp2_a_killed_run_ends_as_one_process_does(quick, corpus, tmp_pat
     result = json.loads((run / "result.json").read_text())
     assert result["sample_order"] == whole["sample_order"]
     plain = only_run(tmp_path / "whole")
-    for key in ("loss", "grad_norm", "gate/1"):
+    for key, rounding in (("loss", 1e-3), ("gate/1", 1e-3), ("grad_norm", 1e-3 if precision == "fp32" else 0.05)):
         values = [[line[key] for line in lines(each)] for each in (plain, run)]
-        assert values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-5), key
+        assert values[0] == pytest.approx(values[1], rel=rounding), key
     for name, weight in weights(plain).items():
-        torch.testing.assert_close(weights(run)[name], weight, atol=1e-4, rtol=1e-3)
+        apart = (weights(run)[name] - weight).abs().mean()
+        assert apart < (1e-5 if precision == "fp32" else 1e-3), name
