@@ -3,8 +3,10 @@
     python benchmarks/streaming.py --preset tiny --out benchmarks/results/streaming-cpu.json
     python benchmarks/streaming.py --preset 100m --batches 1 64 --full --out ...       # on a GPU
 
-For each length: prefill tokens/s, decode tokens/s averaged over a whole block, bytes of the cache (with a block open,
-and of the memory file), bytes the device holds. `--full` adds full attention with a KV cache, where that still fits.
+For each length: prefill tokens/s; decode tokens/s averaged over a whole block, its end and its share of building
+operators included; bytes of the cache (with a block open, and of the memory file); bytes the device holds. The floor of
+a decoding step is what its weights, half a block and the memory tokens take at 4.3 TB/s. `--full` adds full attention
+with a KV cache, where that still fits.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from pathlib import Path
 import torch
 
 import elastic_memory as em
+from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.training.environment import environment
 
 
@@ -41,7 +44,7 @@ def decode(model, cache, batch, steps):
     """Seconds per step; the blocks that close on the way are part of it."""
     device = model.device.type
     ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=device)
-    for _ in range(3):
+    for _ in range(3):  # closes the block that the prompt left full, captures the step
         model(ids, past_key_values=cache)
     begin = clock(device)
     for _ in range(steps):
@@ -49,8 +52,33 @@ def decode(model, cache, batch, steps):
     return (clock(device) - begin) / steps
 
 
+def building(model, block_size):
+    """Seconds per block for operators, which are built for a stretch of blocks at once."""
+    memory = next(iter(model.memories.values()), None)
+    if not isinstance(memory, ElasticMemory):
+        return 0.0
+    device, blocks, seconds = model.device, 16, []
+    for far in (2**20, 2**21):  # the first time warms up
+        begin = clock(device.type)
+        for block in range(far, far + blocks):
+            memory.bank.step(block * block_size, (block + 1) * block_size, device)
+            memory.bank.reconstruction((block + 1) * block_size, device, every=block_size)
+        seconds.append((clock(device.type) - begin) / blocks)
+    return seconds[-1]
+
+
+def floor(model, batch):
+    """Tokens/s if a step took only the time of reading its bytes."""
+    config = model.config
+    columns = config.num_hidden_layers * config.block_size / 2 + (config.memory_points or 0) * len(model.memories)
+    held = 2 * config.num_key_value_heads * config.head_dim * columns
+    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
+    return batch / ((weights + batch * held) * model.dtype.itemsize / 4.3e12)
+
+
 def measure(model, lengths, batch, steps, static, chunk):
     cache, rows, read = em.MemoryCache(model, static=static), [], 0
+    operators = building(model, chunk) if static else 0.0
     prefill(model, em.MemoryCache(model), batch, 0, 2 * chunk, chunk)  # warm-up
     for length in lengths:
         seconds, tokens = prefill(model, cache, batch, read, length, chunk), length - read
@@ -61,7 +89,8 @@ def measure(model, lengths, batch, steps, static, chunk):
         row = {
             "history": length,
             "prefill_tokens_per_s": batch * tokens / seconds,
-            "decode_tokens_per_s": batch / step,
+            "decode_tokens_per_s": batch / (step + operators / chunk),
+            "operators_ms_per_block": 1e3 * operators,
             "cache_bytes": fork.nbytes() // batch,
             "device_bytes": held,
         }
@@ -78,7 +107,7 @@ def measure(model, lengths, batch, steps, static, chunk):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 32768, 262144, 1048576])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 32768, 262144, 1048576])
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, help="tokens decoded; default one block")
     parser.add_argument("--full", action="store_true", help="full attention with a KV cache beside it")
@@ -95,15 +124,19 @@ def main():
             model = em.MemoryLlamaForCausalLM(config).eval()
             if cuda:
                 model = model.cuda().bfloat16()
+                model.compile_blocks()
             # A full cache grows with history, and so does the time of each token: short ones and few steps will do.
-            lengths = [n for n in args.lengths if name == "elastic" or n * batch <= 2**15]
+            lengths = [n for n in args.lengths if n * batch <= (2**24 if name == "elastic" else 2**15)]
             steps = args.steps or config.block_size
             print(f"{name}, batch {batch}", flush=True)
             rows = measure(
                 model, lengths, batch, steps if name == "elastic" else min(steps, 256), name == "elastic",
                 config.block_size,
             )  # fmt: skip
-            results["runs"].append({"attention": name, "batch": batch, "rows": rows})
+            run = {"attention": name, "batch": batch, "rows": rows}
+            if name == "elastic":
+                run["decode_floor_tokens_per_s"] = floor(model, batch)
+            results["runs"].append(run)
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -49,10 +49,13 @@ def masked(
     query: Float[Tensor, "batch head query dim"],
     key: Float[Tensor, "batch kv_head key dim"],
     value: Float[Tensor, "batch kv_head key dim"],
-    mask: Bool[Tensor, "*rows query key"],
+    mask: Bool[Tensor, "*rows query key"] | Float[Tensor, "*rows query key"],
     scale: float | None = None,
 ) -> Float[Tensor, "batch head query dim"]:
-    """Attention where `mask` is true: rows with clocks of their own, and sliding windows."""
+    """Attention where `mask` is true: rows with clocks of their own, and sliding windows.
+
+    A mask of numbers, 0 and -inf, is added to the scores: what fused kernels take without making it first.
+    """
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 

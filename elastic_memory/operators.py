@@ -215,9 +215,7 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
     moments = [bank.moments(size * block) for block in read]
     if all(torch.equal(moments[0], other) for other in moments[1:]):
         moments = moments[:1]
-    reconstructions = torch.empty(len(moments), bank.points, order, device=device, dtype=dtype)
-    for row, where in zip(reconstructions, moments, strict=True):
-        row.copy_(_readers(order, where[None], device)[0])
+    reconstructions = _readers(order, torch.stack(moments), device).to(dtype).contiguous()
     return Recurrent(transitions, projections, reconstructions)
 
 

@@ -1,7 +1,8 @@
 """Table "Speed comparison" and the appendix's raw throughput: training samples/s, and as a ratio to Transformer++.
 
-One process measures everything, Transformer++ first; cells that a results file already holds are not measured again, so
-that an interrupted run goes on. `inference` shows the other half of the same measurements.
+One process measures everything, each model in turns with Transformer++ of its size: a warm GPU is a slower one.
+Cells that a results file already holds are not measured again, so that an interrupted run goes on. `inference` shows
+the other half of the same measurements.
 """
 
 import dataclasses
@@ -45,8 +46,8 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...], list[float], list[float]]
 # Rows of a step: 131,072 tokens, as many as fit without recomputation at 400m.
 TIERS: dict[str, dict[str, Any]] = {
     "smoke": {"presets": dict.fromkeys(("1x", "200m", "400m"), "tiny"), "length": 512, "rows": 2, "repeats": 3},
-    "small": {"presets": {"1x": "100m"}, "length": 32768, "rows": 4, "repeats": 7},
-    "paper": {"presets": {"1x": "100m", "200m": "200m", "400m": "400m"}, "length": 32768, "rows": 4, "repeats": 7},
+    "small": {"presets": {"1x": "100m"}, "length": 32768, "rows": 4, "repeats": 3},
+    "paper": {"presets": {"1x": "100m", "200m": "200m", "400m": "400m"}, "length": 32768, "rows": 4, "repeats": 3},
 }
 
 
@@ -66,51 +67,81 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
     if record.get("environment", {}).get("device") != here.get("device"):
         record = {}
     record = {"table": "speed", "tier": tier, "environment": here, **plan, "cells": record.get("cells", {})}
-    for name, (settings, columns, *_) in ROWS.items():
-        for column in columns:
-            preset = plan["presets"].get(column, plan["presets"]["1x"] if column.endswith("x") else None)
-            if preset is None or f"{name}|{column}" in record["cells"]:
+    # Models in turns share the code that is compiled for each of them.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+    for preset, columns in _by_preset(plan).items():
+        base: Any = None
+        for name, column in ((name, column) for column in columns for name in ROWS):
+            settings, exists, *_ = ROWS[name]
+            if column not in exists or f"{name}|{column}" in record["cells"]:
                 continue
-            multiple = int(column[:-1]) if column.endswith("x") else 1
-            size = {} if name == "Infini-Transformer" else {"memory_multiple": multiple}
-            found = timed({"name": preset, **settings, **size}, plan)
+            base = base or build(preset, {"memory": "none"})
+            models = {"Transformer++": base}
+            if settings["memory"] != "none":
+                models[name] = build(preset, _sized(settings, column))
+            found = timed(models, plan)
             record["cells"][f"{name}|{column}"] = dataclasses.asdict(found)
-            print(f"{name} {column}: {found.training * plan['length']:,.0f} tokens/s", flush=True)
+            speed = f"{found.training * plan['length']:,.0f} tokens/s ({found.training_ratio:.3f})"
+            print(f"{name} {column}: {speed}", flush=True)
             write_json(path, record)
     (out / f"speed-{tier}.md").write_text(table(record, "training").markdown())
     (out / f"inference-{tier}.md").write_text(table(record, "inference").markdown())
     return record
 
 
-def timed(settings: dict[str, Any], plan: dict[str, Any]) -> Throughput:
-    """One configuration as it would be trained: on a GPU compiled, with padded heads."""
+def _by_preset(plan: dict[str, Any]) -> dict[str, list[str]]:
+    """Columns of each model size, smallest and largest memory first: an interrupted run has the ends."""
+    sizes: dict[str, list[str]] = {}
+    for column in ("1x", "16x", "200m", "400m", "2x", "4x", "8x"):
+        preset = plan["presets"].get(column, plan["presets"]["1x"] if column.endswith("x") else None)
+        if preset is not None:
+            sizes.setdefault(preset, []).append(column)
+    return sizes
+
+
+def _sized(settings: dict[str, Any], column: str) -> dict[str, Any]:
+    """Settings with the memory of a column; Infini-Transformer's is as large as its heads."""
+    if settings["memory"] == "infini":
+        return settings
+    return settings | {"memory_multiple": int(column[:-1]) if column.endswith("x") else 1}
+
+
+def build(preset: str, settings: dict[str, Any]) -> Any:
+    """A model as it would be trained: on a GPU compiled, with padded heads."""
     cuda = torch.cuda.is_available()
-    model: Any = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(**settings, pad_heads=cuda))
+    model: Any = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(preset, **settings, pad_heads=cuda))
     if cuda:
-        torch._dynamo.reset()  # graphs of earlier models would count against the limit on recompilation
         torch.cuda.empty_cache()
         model.cuda().compile_blocks()
-    work = Workload(length=plan["length"], rows=plan["rows"], history=plan["length"] // 8, repeats=plan["repeats"])
-    return throughput({settings["memory"]: model}, work)[0]
+    return model
+
+
+def timed(models: dict[str, Any], plan: dict[str, Any]) -> Throughput:
+    """The last of the models, in turns with Transformer++ of the same size."""
+    return throughput(models, Workload(length=plan["length"], rows=plan["rows"], decoded=0, repeats=plan["repeats"]))[
+        -1
+    ]
 
 
 def table(record: dict[str, Any], kind: str) -> Table:
-    """Samples/s, the ratio to Transformer++ at 1x, and the paper's ratio."""
+    """Samples/s, the ratio to Transformer++ of the same size, and the paper's ratio."""
     cells, lines = record["cells"], []
-    base, paper_base = cells["Transformer++|1x"][kind], ROWS["Transformer++"][2 if kind == "training" else 3][0]
-    for name, (_, columns, training, inference) in ROWS.items():
-        paper = dict(zip(columns, training if kind == "training" else inference, strict=True))
+    which = 2 if kind == "training" else 3
+    plain = dict(zip(ROWS["Transformer++"][1], ROWS["Transformer++"][which], strict=True))
+    for name, row in ROWS.items():
+        paper = dict(zip(row[1], row[which], strict=True))
         line = [name]
         for column in COLUMNS:
             cell = cells.get(f"{name}|{column}")
-            ours = f"{cell[kind]:.2f} ({cell[kind] / base:.3f})" if cell else "-"
-            line.append(ours if column not in paper else f"{ours} [{paper[column] / paper_base:.3f}]")
+            ours = f"{cell[kind]:.2f} ({cell[f'{kind}_ratio']:.3f})" if cell else "-"
+            theirs = f" [{paper[column] / plain.get(column, plain['1x']):.3f}]" if column in paper else ""
+            line.append(ours + theirs)
         lines.append(line)
     device = record["environment"].get("device", "this machine")
     return Table(
-        title=f"{kind.capitalize()} throughput, samples/s (ratio to Transformer++ 1x) [the paper's ratio]",
+        title=f"{kind.capitalize()}, samples/s (ratio to Transformer++ of the same size) [the paper's ratio]",
         columns=["model", *COLUMNS],
         rows=lines,
-        note=f"Tier {record['tier']}: samples of {record['length']:,} tokens, {record['rows']} at a time, on {device}. "
-        "The paper: 8 A800.",
+        note=f"Tier {record['tier']}: samples of {record['length']:,} tokens, {record['rows']} at a time, on {device}; "
+        "each model in turns with Transformer++ in one process. The paper: 8 A800.",
     )

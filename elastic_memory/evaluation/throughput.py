@@ -3,7 +3,6 @@
 All models live in one process and take turns, so that a ratio is not a comparison of two moods of one machine.
 """
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -19,12 +18,17 @@ from elastic_memory.shapes import Int, Tensor
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed: rows of `length` tokens, `rows` at a time; decoding one token at a time after `history` tokens."""
+    """What is timed: rows of `length` tokens, `rows` at a time; decoding one token at a time after `history` tokens.
+
+    Training takes `steps` between two looks at the clock, as a GPU that waits for the clock is not training. Nothing
+    is decoded if `decoded` is 0.
+    """
 
     length: int
     rows: int = 1
     history: int = 4096
     decoded: int = 32
+    steps: int = 3
     repeats: int = 5
 
 
@@ -35,11 +39,11 @@ class Throughput:
     name: str
     training: float
     inference: float
-    decoding: float
     training_ratio: float
     inference_ratio: float
-    decoding_ratio: float
     peak_memory: int | None
+    decoding: float | None = None
+    decoding_ratio: float | None = None
 
 
 def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
@@ -56,22 +60,26 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     }
     kinds: dict[str, dict[str, Callable[[], float]]] = {
         name: {
-            "training": partial(_timed, model, partial(_train, model, ids[name], optimizers[name])),
+            "training": partial(_timed, model, partial(_train, model, ids[name], optimizers[name], work.steps)),
             "inference": partial(_timed, model, partial(_evaluate, model, ids[name])),
             "decoding": partial(_decode, model, work),
         }
         for name, model in models.items()
     }
+    if not work.decoded:
+        for own in kinds.values():
+            del own["decoding"]
+    amount = {"training": work.rows * work.steps, "inference": work.rows, "decoding": work.rows * work.decoded}
     peaks = {name: _peak(model, kinds[name]["training"], optimizers[name]) for name, model in models.items()}
     seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds[name]} for name in models}
     for repeat in range(work.repeats + 1):
-        for name, kind in itertools.product(models, ("training", "inference", "decoding")):
-            taken = kinds[name][kind]()
-            if repeat:  # the first round warms up
-                seconds[name][kind].append(taken)
-    amount = {"training": work.rows, "inference": work.rows, "decoding": work.rows * work.decoded}
+        for name in models:
+            for kind, run in kinds[name].items():
+                taken = run()
+                if repeat:  # the first round warms up
+                    seconds[name][kind].append(taken)
     rates = {
-        name: {kind: amount[kind] / statistics.median(taken[kind]) for kind in amount}
+        name: {kind: amount[kind] / statistics.median(times) for kind, times in taken.items()}
         for name, taken in seconds.items()
     }
     base = next(iter(rates.values()))
@@ -81,13 +89,14 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     ]
 
 
-def _train(model: Model, ids: Int[Tensor, "row token"], optimizer: torch.optim.Optimizer) -> None:
+def _train(model: Model, ids: Int[Tensor, "row token"], optimizer: torch.optim.Optimizer, steps: int) -> None:
     model.train()
-    with _autocast(model):
-        model(ids, labels=ids).loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    for _ in range(steps):
+        with _autocast(model):
+            model(ids, labels=ids).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _evaluate(model: Model, ids: Int[Tensor, "row token"]) -> None:

@@ -66,17 +66,19 @@ class Decoder:
     def _step(self, reach: int) -> Float[Tensor, "batch 1 width"]:
         self.tokens.scatter_(1, self.positions, self.ids)
         rope = tuple(table[0][self.positions] for table in self.rope)
-        hidden, masks = self.backbone.embed_tokens(self.ids), {}
+        hidden, shared = self.backbone.embed_tokens(self.ids), {}
         for index, (layer, stream) in enumerate(zip(self.backbone.layers, self.streams, strict=True)):
             memory, before = stream.memory_columns, stream.front - stream.memory_columns
-            if (memory, before) not in masks:
+            if (memory, before) not in shared:
                 local = torch.arange(-before, reach, device=self.ids.device)
                 remembered = self.remembered[index][:, :memory]
-                masks[memory, before] = column_mask(self.positions, local, remembered, self.begun, self.window)
+                visible = column_mask(self.positions, local, remembered, self.begun, self.window)
+                mask = torch.zeros_like(visible, dtype=hidden.dtype).masked_fill_(~visible, -torch.inf)
+                shared[memory, before] = self.positions + stream.front, mask
+            columns, mask = shared[memory, before]
             visible = None if stream.memory.joins else self.remembered[index]
             hidden = layer.decode(
-                hidden, rope, self.positions, self.buffers[index], stream.front, masks[memory, before],
-                self.readings[index], visible,
+                hidden, rope, self.positions, columns, self.buffers[index], mask, self.readings[index], visible,
             )  # fmt: skip
         self.positions.add_(1)
         return self.backbone.norm(hidden)

@@ -286,26 +286,37 @@ class MemoryLayer(GradientCheckpointingLayer):
         hidden: Float[Tensor, "batch 1 width"],
         rope: tuple[Tensor, Tensor],
         positions: Int[Tensor, "batch 1"],
+        columns: Int[Tensor, "batch 1"],
         buffers: dict[str, Tensor],
-        front: int,
-        mask: Bool[Tensor, "batch 1 1 column"],
+        mask: Float[Tensor, "batch 1 1 column"],
         reading: Reading | None,
         visible: Bool[Tensor, "batch column"] | None,
     ) -> Float[Tensor, "batch 1 width"]:
-        """One token of each row, on buffers with room for a whole block: tensors in, tensors out, no Python state."""
-        attention = self.self_attn
-        query, key, value = attention.project(self.input_layernorm(hidden))
-        rotated, rotated_key = (rotate(x, *rope).to(x.dtype) for x in (query, key))
-        place = positions[:, None, :, None].expand_as(key)
-        for name, new, offset in (("key", rotated_key, front), ("value", value, front), ("raw", key, 0)):
+        """One token of each row, on buffers with room for a whole block: tensors in, tensors out, no Python state.
+
+        `columns` are the rows' positions behind the front; `mask` is added to attention's scores.
+        """
+        query, key, value, rotated, rotated_key = self.before_attention(hidden, rope)
+        for name, new, place in (("key", rotated_key, columns), ("value", value, columns), ("raw", key, positions)):
             if name in buffers:
-                buffers[name].scatter_(2, place + offset, new.to(buffers[name].dtype))
+                buffers[name].scatter_(2, place[:, None, :, None].expand_as(new), new.to(buffers[name].dtype))
         known, held = (buffers[name][:, :, : mask.shape[-1]] for name in ("key", "value"))
-        mixed = attention.mix(query, rotated, known, held, reading, mask, visible)
-        output = self._finish(hidden, mixed)
+        output = self.after_attention(hidden, self.self_attn.mix(query, rotated, known, held, reading, mask, visible))
         if "output" in buffers:
             buffers["output"].scatter_(1, positions[:, :, None].expand_as(output), output)
         return output
+
+    def before_attention(
+        self, hidden: Float[Tensor, "batch 1 width"], rope: tuple[Tensor, Tensor]
+    ) -> tuple[Heads, Heads, Heads, Heads, Heads]:
+        """Query, key and value of a token to decode, and query and key rotated."""
+        query, key, value = self.self_attn.project(self.input_layernorm(hidden))
+        rotated, rotated_key = (rotate(x, *rope).to(x.dtype) for x in (query, key))
+        return query, key, value, rotated, rotated_key
+
+    def after_attention(self, hidden: Float[Tensor, "batch 1 width"], mixed: Heads) -> Float[Tensor, "batch 1 width"]:
+        """What follows on a decoded token's attention."""
+        return self._finish(hidden, mixed)
 
     def close(self, rope: Rope, stream: LayerStream, rows: list[int], seen: int) -> None:
         """Fold the complete open block of some rows, which began at token `seen`, into memory, and open the next."""

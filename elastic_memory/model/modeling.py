@@ -259,16 +259,19 @@ class MemoryCausalLM(_Model):
         )
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile the training road, layer by layer: layers that are alike share one graph, so it takes seconds.
+        """Compile training and the single steps of static caches; layers that are alike share graphs: it takes seconds.
 
-        Streams stay as they are. `options` go to `torch.compile`.
+        Other streams stay as they are. `options` go to `torch.compile`.
         """
+        steps = {"dynamic": None} | options  # as many rows as somebody decodes
         options = {"fullgraph": True, "dynamic": False} | options
         for layer in self.base_model.layers:
             # Where there is a loop over blocks, its body once instead of all its rounds in one long graph.
             name = "blocks" if layer.memory.parallel else "one_block"
             # Bound to the layer after compilation, as a copy of the layer then has its own.
             setattr(layer, name, MethodType(torch.compile(getattr(MemoryLayer, name), **options), layer))
+            for name in ("before_attention", "after_attention"):
+                setattr(layer, name, MethodType(torch.compile(getattr(MemoryLayer, name), **steps), layer))
         model = self.base_model
         model._last_norm = MethodType(torch.compile(MemoryBackbone._last_norm, **options), model)
         self._loss = torch.compile(next_token_loss, **options)
