@@ -212,6 +212,8 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
         edges = torch.stack([(tokens + size * (block - 1)) / (size * block) for block in group])
         projections[group[0] - 1 : group[-1]] = hippo.projections(order, edges).transpose(0, 1)
 
+    if not read:
+        return Recurrent(transitions, projections, projections.new_empty(0, bank.points, order))
     moments = [bank.moments(size * block) for block in read]
     if all(torch.equal(moments[0], other) for other in moments[1:]):
         moments = moments[:1]
