@@ -6,7 +6,7 @@
 For each length: prefill tokens/s; decode tokens/s averaged over a whole block, its end and its share of building
 operators included; bytes of the cache (with a block open, and of the memory file); bytes the device holds. The floor of
 a decoding step is what its weights, half a block and the memory tokens take at 4.3 TB/s. `--full` adds full attention
-with a KV cache, where that still fits.
+with a KV cache, where that still fits, and a cache whose steps are not captured, which is what full attention has.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def floor(model, batch):
 
 def measure(model, lengths, batch, steps, static, chunk):
     cache, rows, read = em.MemoryCache(model, static=static), [], 0
-    operators = building(model, chunk) if static else 0.0
+    operators = building(model, chunk)
     prefill(model, em.MemoryCache(model), batch, 0, 2 * chunk, chunk)  # warm-up
     for length in lengths:
         seconds, tokens = prefill(model, cache, batch, read, length, chunk), length - read
@@ -115,9 +115,10 @@ def main():
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
     results = {"environment": environment(), "preset": args.preset, "threads": torch.get_num_threads(), "runs": []}
-    kinds = {"elastic": dict(memory="elastic"), "full": dict(memory="none", local_attention="full")}
-    for name, settings in kinds.items():
-        if name == "full" and not args.full:
+    elastic, full = dict(memory="elastic"), dict(memory="none", local_attention="full")
+    kinds = {"elastic": (elastic, True), "elastic, steps not captured": (elastic, False), "full": (full, False)}
+    for name, (settings, static) in kinds.items():
+        if not static and not args.full:
             continue
         for batch in args.batches:
             config = em.MemoryLlamaConfig.preset(args.preset, pad_heads=cuda and args.preset != "tiny", **settings)
@@ -126,15 +127,12 @@ def main():
                 model = model.cuda().bfloat16()
                 model.compile_blocks()
             # A full cache grows with history, and so does the time of each token: short ones and few steps will do.
-            lengths = [n for n in args.lengths if n * batch <= (2**24 if name == "elastic" else 2**15)]
-            steps = args.steps or config.block_size
+            lengths = [n for n in args.lengths if n * batch <= (2**21 if static else 2**15)]
+            steps = args.steps or (config.block_size if static else 128)
             print(f"{name}, batch {batch}", flush=True)
-            rows = measure(
-                model, lengths, batch, steps if name == "elastic" else min(steps, 256), name == "elastic",
-                config.block_size,
-            )  # fmt: skip
+            rows = measure(model, lengths, batch, steps, static, config.block_size)
             run = {"attention": name, "batch": batch, "rows": rows}
-            if name == "elastic":
+            if settings is elastic:
                 run["decode_floor_tokens_per_s"] = floor(model, batch)
             results["runs"].append(run)
             args.out.parent.mkdir(parents=True, exist_ok=True)

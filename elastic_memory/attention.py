@@ -5,8 +5,12 @@ Shapes are [batch, head, token, dim]; keys and values may have fewer heads than 
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from elastic_memory.shapes import Bool, Float, Tensor
+
+# For streams, whose number of keys changes with every call: cuDNN plans each number anew, for tens of milliseconds.
+ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def rotate(

@@ -4,6 +4,7 @@ Inside a block nothing changes but tensors: the token, its position, one more co
 captured once and replayed; when blocks close, rows are reordered or tokens taken back, the buffers are filled anew.
 """
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 # A step looks at a whole number of such stretches of the block, as many as its rows have begun: looking at the empty
 # rest of a block would double what a step reads. One graph for each number.
 STRETCH = 256
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> Any:
+    """One for all decoders: cuBLAS keeps 32 MiB for every stream it ever saw."""
+    return torch.cuda.Stream(device)
 
 
 class Decoder:
@@ -85,7 +92,7 @@ class Decoder:
 
     def _capture(self) -> None:
         """Warm up on a stream of its own, as CUDA graphs ask, then record; one pool for all, as they run in turns."""
-        side, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        side, pool = _side_stream(self.ids.device), torch.cuda.graph_pool_handle()
         for reach in self._reaches():
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

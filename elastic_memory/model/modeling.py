@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 from transformers import LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
+from elastic_memory.attention import ANY_LENGTH
 from elastic_memory.memory import MEMORIES, Memory
 from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
@@ -149,8 +151,9 @@ class MemoryBackbone(_Model):
             piece = _cut(aligned, done, max(takes))
             segment = cache.segment(takes, rope, source.device)
             hidden = self._residual(self.embed_tokens(piece) if ids is not None else piece)
-            for layer, stream in zip(self.layers, cache.streams, strict=True):
-                hidden = layer(hidden, rope, stream, segment)
+            with sdpa_kernel(ANY_LENGTH):
+                for layer, stream in zip(self.layers, cache.streams, strict=True):
+                    hidden = layer(hidden, rope, stream, segment)
             cache.advance(takes, piece if ids is not None else None)
             _keep(kept, hidden, list(zip(firsts, done, takes, strict=True)))
             done = [start + take for start, take in zip(done, takes, strict=True)]

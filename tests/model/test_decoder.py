@@ -31,6 +31,15 @@ def test_decoding_is_one_call(memory, prompt, stretch, ids, monkeypatch):
     assert cache.clock == [45, 45]
 
 
+def test_compiled_steps_are_the_same(model, ids):
+    with torch.no_grad():
+        expected = model(ids).logits
+    model.compile_blocks(backend="aot_eager")
+    for rows in (2, 1):
+        cache = em.MemoryCache(model, static=True)
+        torch.testing.assert_close(decode(model, cache, ids[:rows]), expected[:rows], **TOLERANCE)
+
+
 @pytest.mark.parametrize("local", ["block", "sliding"])
 def test_rows_with_their_own_clocks(local, ids):
     model = small_model(local_attention=local)
