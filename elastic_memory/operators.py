@@ -251,7 +251,9 @@ def _direct(
             for total, values, seen, look in zip(sums, columns, columns[len(edges) :], looks, strict=False):
                 total.addmm_(_steepness(bank.order, begin, seen, look).T, values[2:-2])
         for (which, first, last), total in zip(pieces, sums, strict=True):
-            torch.sub(total[:, 1:], total[:, :-1], out=weights[which][:, first:last])
+            # In strips, as the difference exists in float64 before it is cast.
+            for rows, strip in zip(total.split(PANEL), weights[which].split(PANEL), strict=True):
+                torch.sub(rows[:, 1:], rows[:, :-1], out=strip[:, first:last])
     return weights
 
 
