@@ -72,7 +72,7 @@ def floor(model, batch):
     config = model.config
     columns = config.num_hidden_layers * config.block_size / 2 + (config.memory_points or 0) * len(model.memories)
     held = 2 * config.num_key_value_heads * config.head_dim * columns
-    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
+    weights = model.num_parameters() - (0 if config.tie_word_embeddings else model.model.embed_tokens.weight.numel())
     return batch / ((weights + batch * held) * model.dtype.itemsize / 4.3e12)
 
 

@@ -3,6 +3,8 @@
 Shapes are [batch, head, token, dim]; keys and values may have fewer heads than queries (grouped).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
@@ -36,14 +38,16 @@ def trapezoidal(
     queries, before = query.shape[2], key.shape[2] - query.shape[2]
     grouped = query.shape[1] != key.shape[1]
     if before == 0 or queries == 1:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=before == 0, scale=scale, enable_gqa=grouped)
+        causal = before == 0
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return _one_gradient_layout(mixed)
     if before <= queries:
         # Idle queries in front make the trapezoid a square, which every fused kernel knows as `is_causal`.
         # Their share of the work is small ((before / all)^2), a mask tensor would cost the fused kernel.
         idle = query.new_zeros(1, 1, 1, 1).expand(query.shape[0], query.shape[1], before, query.shape[3])
         square = torch.cat((idle, query), dim=2)
         mixed = F.scaled_dot_product_attention(square, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-        return mixed[:, :, before:]
+        return _one_gradient_layout(mixed)[:, :, before:]
     # Few queries, many keys: here the mask is small.
     mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril(before)
     return masked(query, key, value, mask, scale)
@@ -53,15 +57,38 @@ def masked(
     query: Float[Tensor, "batch head query dim"],
     key: Float[Tensor, "batch kv_head key dim"],
     value: Float[Tensor, "batch kv_head key dim"],
-    mask: Bool[Tensor, "*rows query key"] | Float[Tensor, "*rows query key"],
+    mask: Bool[Tensor, "*rows query key"] | Float[Tensor, "*rows query key"] | None,
     scale: float | None = None,
 ) -> Float[Tensor, "batch head query dim"]:
-    """Attention where `mask` is true: rows with clocks of their own, and sliding windows.
+    """Attention where `mask` is true, or to everything: rows with clocks of their own, sliding windows, queues.
 
     A mask of numbers, 0 and -inf, is added to the scores: what fused kernels take without making it first.
     """
     grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return _one_gradient_layout(mixed)
+
+
+def _one_gradient_layout(mixed: Float[Tensor, "batch head token dim"]) -> Float[Tensor, "batch head token dim"]:
+    """What attention returns, so that its gradient always comes back in one layout.
+
+    torch keeps cuDNN's backward plans by the shapes and strides of queries, keys and values, but a plan also holds the
+    strides that the gradient had when it was made: two calls alike in all but that get wrong gradients, silently
+    (pytorch pull request 191576; seen with torch 2.11).
+    """
+    return _OneGradientLayout.apply(mixed) if mixed.is_cuda and mixed.requires_grad else mixed
+
+
+class _OneGradientLayout(torch.autograd.Function):
+    """Identity; its gradient is [batch, token, head, dim] in memory, as output projections make it."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor) -> Tensor:
+        return mixed.view_as(mixed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def window_mask(queries: int, before: int, window: int, device: torch.device) -> Bool[Tensor, "query key"]:

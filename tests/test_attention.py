@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_memory import attention
 from elastic_memory.attention import masked, rotate, trapezoidal, window_mask
 
 
@@ -68,3 +70,18 @@ def test_rotation_is_relative(shift):
         return (a * b).sum()
 
     torch.testing.assert_close(score(5, -3), score(5 + shift, -3 + shift), atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_of_attention_come_in_one_layout():
+    """Whatever the layout that reaches it (see `_one_gradient_layout`); the numbers stay."""
+    output = torch.randn(2, 3, 5, 4, requires_grad=True)
+    for order in itertools.permutations(range(3)):
+        gradient = torch.randn(2, 3, 5, 4)
+        back = [order.index(axis) for axis in range(3)]
+        laid_out = gradient.permute(*order, 3).contiguous().permute(*back, 3)
+        seen = []
+        handle = output.register_hook(seen.append)
+        attention._OneGradientLayout.apply(output).backward(laid_out)
+        handle.remove()
+        assert seen[0].stride() == (60, 4, 12, 1)
+        assert torch.equal(seen[0], gradient)

@@ -28,8 +28,10 @@ def test_links_lead_somewhere():
 
 
 def test_results_are_those_on_record():
-    from elastic_memory.report import catalogue, results
+    from elastic_memory.report import catalogue, results, speed
 
+    page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    assert page == speed.page(ROOT, page), "run python -m elastic_memory.report.speed"
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text == catalogue.insert(text, results.overview(ROOT), "results"), (
         "run python -m elastic_memory.report.results"

@@ -93,3 +93,19 @@ def test_memory_of_a_long_stream_is_flat():
         if block in (2, 63):
             held.append(torch.cuda.memory_allocated())
     assert abs(held[1] - held[0]) < 2**20
+
+
+def test_gradients_do_not_depend_on_earlier_layouts():
+    """Attention calls alike in shape, their gradients in different layouts, in both orders."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    make = lambda: torch.randn(4, 8, 256, 64, device="cuda", generator=generator)  # noqa: E731
+    inputs = [make().bfloat16().requires_grad_() for _ in range(3)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    mask = torch.ones(256, 256, dtype=torch.bool, device="cuda").tril()
+    slow = (exact[0] @ exact[1].mT / 8).masked_fill(~mask, -torch.inf).softmax(-1) @ exact[2]
+    for laid_out in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x):
+        weight = laid_out(make().bfloat16())
+        ours = torch.autograd.grad(trapezoidal(*inputs), inputs, weight)
+        theirs = torch.autograd.grad(slow, exact, weight.double(), retain_graph=True)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a - b).norm() / b.norm() < 2e-2

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from elastic_memory.attention import masked
 from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State, gated, one_of, wide
 from elastic_memory.shapes import Bool, Float, Tensor
 
@@ -103,11 +103,7 @@ class MemorizingMemory(Memory):
         if visible is not None:
             # A row without any column keeps `local`; here it must only not be NaN.
             mask = (visible | ~visible.any(1, keepdim=True))[:, None, None]
-        grouped = key.shape[1] != looking.shape[1]
-        remembered = F.scaled_dot_product_attention(
-            looking, key, value, attn_mask=mask, scale=self.geometry.scale, enable_gqa=grouped
-        )
-        return gated(self.gate, remembered, local, visible)
+        return gated(self.gate, masked(looking, key, value, mask, self.geometry.scale), local, visible)
 
     def _columns(self, key: Tensor, value: Tensor, host: Host) -> Reading:
         if self.positions == "full":

@@ -8,38 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from elastic_memory.report.catalogue import insert
+from elastic_memory.report.speed import headline, training
 from elastic_memory.report.tables import Table
 
 
 def overview(root: Path) -> str:
     """All tables, each with its protocol."""
-    parts = [recall(root), speed(root), small(root)]
-    return "\n".join(parts)
+    return "\n".join([recall(root), headline(root), training(root), small(root)])
 
 
 def recall(root: Path) -> str:
     """What `elastic reproduce recall` wrote."""
     return (root / "results" / "recall.md").read_text()
-
-
-def speed(root: Path) -> str:
-    """Training speed at 100m."""
-    record = _newest(root / "benchmarks" / "results", "training-*.json")
-    rows = [
-        [
-            f"{row['memory']} {row['multiple']}x" if row["memory"] != "none" else "none",
-            "padded to 96" if row["pad_heads"] else "90",
-            f"{row['tokens_per_second'] / 1e3:.0f}k",
-            f"{row['ratio_to_none']:.3f}",
-            f"{row['peak_gib']:.0f} GiB",
-        ]
-        for row in record["rows"]
-    ]
-    columns = ["memory", "head dimension", "tokens/s", "ratio", "peak memory"]
-    note = (
-        f"{record['what']}. {record['device']}, torch {record['torch']}, {record['date']}, commit {record['commit']}."
-    )
-    return Table("Training at 100m", columns, rows, note).markdown()
 
 
 def small(root: Path) -> str:
@@ -63,16 +43,10 @@ def small(root: Path) -> str:
     columns = ["memory", "tokens", "tokens/s", "final loss", "validation PPL", "PPL of blocks 0, 1, 15"]
     note = (
         "Tier small: 34M parameters, blocks of 512, samples of 8,192 tokens of mathematical text, one seed, one H200. "
-        "PPL[P0, L=512, T=8192, reset=sample, n=8191 x 48]. This early in training no ranking means anything."
+        "PPL[P0, L=512, T=8192, reset=sample, n=8191 x 48]. Residuals in float32; Melodi shared the GPU with tests. "
+        "This early in training no ranking means anything."
     )
     return Table("Recipes of the tier small", columns, rows, note).markdown()
-
-
-def _newest(folder: Path, pattern: str) -> dict[str, Any]:
-    paths = sorted(folder.glob(pattern))
-    if not paths:
-        raise FileNotFoundError(f"{folder} has no {pattern}: run the benchmark first")
-    return json.loads(paths[-1].read_text())
 
 
 def write(root: Path) -> None:

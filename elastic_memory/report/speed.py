@@ -1,0 +1,165 @@
+"""The tables of docs/speed.md and the README's headline, written from the dated results in benchmarks/results.
+
+python -m elastic_memory.report.speed        # in the root of the repository
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from elastic_memory.report.catalogue import insert
+from elastic_memory.report.tables import Table
+
+LENGTHS = {2048: "2k", 4096: "4k", 32768: "32k", 262144: "256k", 1048576: "1M"}
+
+
+def newest(root: Path, what: str) -> dict[str, Any]:
+    """The latest record of a benchmark."""
+    folder = root / "benchmarks" / "results"
+    paths = sorted(folder.glob(f"{what}-*.json"), key=lambda path: path.stem[-10:])
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no {what}-*.json: run the benchmark first")
+    return json.loads(paths[-1].read_text())
+
+
+def headline(root: Path) -> str:
+    """What the tables come to, in a sentence."""
+    training = {(row["memory"], row["multiple"]): row for row in newest(root, "training")["rows"] if row["in_turns"]}
+    peers = {row["name"]: row for row in newest(root, "peers")["peers"]}
+    stream = next(run for run in newest(root, "streaming-h200")["runs"] if run["attention"] == "elastic")["rows"]
+    ours, theirs = peers["Transformer++"], peers["transformers Llama"]
+    flat = stream[-1]["decode_tokens_per_s"] / stream[0]["decode_tokens_per_s"]
+    return (
+        f"On one H200, 100m, samples of 32,768 tokens: {ours['tokens_per_s'] / 1e3:.0f}k tokens/s without memory, "
+        f"{training['elastic', 1]['ratio_to_none']:.2f} of that with Elastic Memory at 1x and "
+        f"{training['elastic', 16]['ratio_to_none']:.2f} at 16x; "
+        f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times transformers' Llama with full attention. A "
+        f"decoding step after a million tokens runs at {flat:.2f} of its speed after two thousand. "
+        "Parts, floors and what is missing: [docs/speed.md](docs/speed.md).\n"
+    )
+
+
+def training(root: Path) -> str:
+    """Training steps of the mechanisms."""
+    record = newest(root, "training")
+    rows = [
+        [
+            f"{row['memory']} {row['multiple']}x" if row["memory"] != "none" else "none",
+            "padded to 96" if row["pad_heads"] else "90",
+            f"{row['tokens_per_second'] / 1e3:.0f}k",
+            f"{row['ratio_to_none']:.3f}",
+            "yes" if row["in_turns"] else "no",
+            row["commit"],
+        ]
+        for row in record["rows"]
+    ]
+    columns = ["memory", "head dimension", "tokens/s", "ratio", "in turns", "commit"]
+    note = f"{record['what']}. {record['device']}, torch {record['torch']}, {record['date']}."
+    return Table("Training at 100m", columns, rows, note).markdown()
+
+
+def roofline(root: Path) -> str:
+    """Floor and measured time of every part, by model size."""
+    record = newest(root, "roofline")
+    models = sorted(record["models"], key=lambda model: model["floor_ms"])
+    rows = []
+    for parts in zip(*(model["parts"] for model in models), strict=True):
+        rows.append([parts[0]["part"], *(f"{one['floor_ms']:.1f} / {one['measured_ms']:.1f}" for one in parts)])
+    rows.append(["sum / kernels", *(f"{model['floor_ms']:.1f} / {model['busy_ms']:.1f}" for model in models)])
+    rows.append(["step", *(f"{model['step_ms']:.1f}" for model in models)])
+    rows.append(["step over floor", *(f"{model['step_over_floor']:.2f}" for model in models)])
+    rows.append(["tokens/s", *(f"{model['tokens_per_s'] / 1e3:.0f}k" for model in models)])
+    rows.append(["share of 989 TFLOP/s", *(f"{100 * model['share_of_989_tflops']:.0f}%" for model in models)])
+    note = (
+        f"Transformer++, {models[0]['tokens']:,} tokens a step, bf16. Ceilings: {record['ceilings']['bf16_tflops']} "
+        f"TFLOP/s, {record['ceilings']['terabytes_per_s']} TB/s. {record['device']}, torch {record['torch']}, "
+        f"{record['date']}, commit {record['environment']['commit']}."
+    )
+    title = "Floor / measured milliseconds of a training step"
+    return Table(title, ["part", *(model["preset"] for model in models)], rows, note).markdown()
+
+
+def peers(root: Path) -> str:
+    """Other people's code at our shape."""
+    record = newest(root, "peers")
+    rows = [
+        [
+            f"{row['name']} {row['version']}" if row.get("version") else row["name"],
+            f"{row['parameters'] / 1e6:.0f}M" if "failed" not in row else "-",
+            f"{row['tokens_per_s'] / 1e3:.0f}k" if "failed" not in row else row["failed"],
+            f"{row['ratio']:.2f}" if "failed" not in row else "-",
+            f"{row['peak_gib']:.0f} GiB" if "failed" not in row else "-",
+        ]
+        for row in record["peers"]
+    ]
+    notes = " ".join(
+        f"*{row['name']}*: {row['note']}." for row in record["peers"] if row.get("package") and "note" in row
+    )
+    note = (
+        f"Training steps of {record['length']:,}-token samples, one process, {record['device']}, {record['date']}, "
+        f"commit {record['environment']['commit']}. {notes}"
+    )
+    return Table("Peers", ["model", "parameters", "tokens/s", "ratio", "peak memory"], rows, note).markdown()
+
+
+def streaming(root: Path, what: str) -> str:
+    """Prefill, decoding and bytes by length of history."""
+    record, rows = newest(root, what), []
+    for run in record["runs"]:
+        for row in run["rows"]:
+            floor = run.get("decode_floor_tokens_per_s")
+            share = (
+                f" ({100 * row['decode_tokens_per_s'] / floor:.0f}%)" if floor and record["preset"] != "tiny" else ""
+            )
+            rows.append(
+                [
+                    f"{run['attention']}, batch {run['batch']}",
+                    LENGTHS.get(row["history"], f"{row['history']:,}"),
+                    f"{row['prefill_tokens_per_s']:,.0f}",
+                    f"{row['decode_tokens_per_s']:,.0f}{share}",
+                    f"{row['cache_bytes'] / 2**20:,.1f}",
+                    f"{row['file_bytes'] / 2**20:.2f}" if "file_bytes" in row else "-",
+                    f"{row['device_bytes'] / 2**20:,.0f}" if row.get("device_bytes") else "-",
+                ]
+            )
+    where = record["environment"].get("device") or f"{record['threads']} CPU threads"
+    notes = " ".join(f"*{run['attention']}*: {run['note']}." for run in record["runs"] if "note" in run)
+    note = f"Preset {record['preset']}, {where}, commit {record['environment']['commit']}. {notes}"
+    columns = ["cache", "history", "prefill tokens/s", "decode tokens/s", "MiB a row", "MiB in a file", "MiB on device"]
+    return Table("Streams", columns, rows, note).markdown()
+
+
+def operators(root: Path) -> str:
+    """Building operators, on a CPU and on a GPU."""
+    records = [newest(root, f"operators-{device}") for device in ("cpu", "cuda")]
+    rows = [
+        [here["case"], *(f"{one['seconds']:.2f} s, {one['peak_over_returned']:.1f}x" for one in (here, there))]
+        for here, there in zip(*(record["results"] for record in records), strict=True)
+    ]
+    note = f"Seconds; peak memory over what is returned. {records[0]['threads']} threads, {records[0]['date']}."
+    return Table("Building operators", ["case", *(record["device"] for record in records)], rows, note).markdown()
+
+
+def page(root: Path, text: str) -> str:
+    """`text`, its tables brought up to date."""
+    tables = {
+        "training": training(root),
+        "roofline": roofline(root),
+        "peers": peers(root),
+        "streaming": streaming(root, "streaming-h200"),
+        "streaming-cpu": streaming(root, "streaming-cpu"),
+        "operators": operators(root),
+    }
+    for mark, table in tables.items():
+        text = insert(text, table, mark)
+    return text
+
+
+def write(root: Path) -> None:
+    """Bring the page up to date."""
+    path = root / "docs" / "speed.md"
+    path.write_text(page(root, path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path.cwd())
