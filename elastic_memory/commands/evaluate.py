@@ -63,7 +63,8 @@ def evaluate(
         raise ValueError("--data is missing: a folder that `elastic prepare` wrote")
     rows = samples(data, split) if data else None
     if rows is not None:
-        check_tokenizer(checkpoint, rows)
+        tokens = rows.manifest["tokenizer"]
+        check_tokenizer(checkpoint, tokens["sha256"], f"{rows.folder} ({tokens['name']})")
     scaled = Settings.scaled(rows.length if rows else 32768)
     task = Task(
         model=load_model(checkpoint),

@@ -34,7 +34,7 @@ def generate(
     from transformers import TextStreamer
 
     from elastic_memory.data import load_tokenizer
-    from elastic_memory.evaluation.loading import load_model, tokenizer_of
+    from elastic_memory.evaluation.loading import check_tokenizer, load_model, tokenizer_of
     from elastic_memory.model import MemoryCache
 
     if tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
@@ -52,9 +52,14 @@ def generate(
         raise ValueError(
             f"tokenizer {encoder.name} has {encoder.vocab_size} tokens, the model {model.config.vocab_size}"
         )
+    check_tokenizer(checkpoint, encoder.sha256, f"--tokenizer {tokenizer}" if tokenizer else "the copy beside it")
     if sampling:
         model.set_retrieval(sampling=sampling)
-    cache = MemoryCache.load(memory, model, force=force) if memory and memory.exists() else MemoryCache(model)
+    static = model.device.type == "cuda" and getattr(model.config, "local_attention", "block") != "full"
+    if memory and memory.exists():
+        cache = MemoryCache.load(memory, model, force=force, static=static)
+    else:
+        cache = MemoryCache(model, static=static)
     if cache.batch > 1:
         raise ValueError(f"{memory} holds {cache.batch} rows: this command continues one")
     if not text and not cache.columns:

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from elastic_memory.data import load_tokenizer
-from elastic_memory.data.samples import Samples
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
@@ -49,14 +48,13 @@ def tokenizer_of(path: str) -> Tokenizer | None:
     return load_tokenizer(str(folder))
 
 
-def check_tokenizer(path: str, rows: Samples) -> None:
-    """Refuse rows cut by another tokenizer than the one a checkpoint was trained with, if it says which."""
+def check_tokenizer(path: str, found: str, where: str) -> None:
+    """Refuse another tokenizer, given by its hash, than the one a checkpoint was trained with, if it says which."""
     note = Path(model_folder(path)) / "training.json"
     if not note.exists():
         return
-    trained, found = json.loads(note.read_text())["tokenizer"], rows.manifest["tokenizer"]["sha256"]
+    trained = json.loads(note.read_text())["tokenizer"]
     if trained != found:
         raise ValueError(
-            f"{path} was trained with tokenizer {trained[:12]}, but {rows.folder} was prepared with {found[:12]} "
-            f"({rows.manifest['tokenizer']['name']}): prepare the text with the model's tokenizer"
+            f"{path} was trained with tokenizer {trained[:12]}, but {where} has {found[:12]}: use the model's tokenizer"
         )

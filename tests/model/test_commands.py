@@ -1,5 +1,8 @@
 """`elastic generate` and `elastic selfcheck`, as a user calls them."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -43,6 +46,15 @@ def test_it_continues_a_text(checkpoint, tmp_path):
     assert generate(checkpoint, "--prompt", "aa", "--tokens", 9, "--temperature", 0) == (
         continuation(checkpoint, "aa", 9) + "\n"
     )
+
+
+def test_another_tokenizer_than_trained_with_is_refused(checkpoint, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    generate(model, "--prompt", "aa", "--tokens", 1)
+    (model / "training.json").write_text(json.dumps({"tokenizer": "0" * 64}))
+    with pytest.raises(ValueError, match="was trained with tokenizer 000000000000, but the copy beside it has"):
+        generate(model, "--prompt", "aa", "--tokens", 1)
 
 
 @pytest.mark.parametrize("read", ["a", "aa", "12345678", "123456789", "a book of many blocks"])
