@@ -19,6 +19,7 @@ import torch
 
 import elastic_memory as em
 from elastic_memory.memory.elastic import ElasticMemory
+from elastic_memory.model.cache import AT_ONCE
 from elastic_memory.training.environment import environment
 
 
@@ -76,9 +77,10 @@ def floor(model, batch):
     return batch / ((weights + batch * held) * model.dtype.itemsize / 4.3e12)
 
 
-def measure(model, lengths, batch, steps, static, chunk):
+def measure(model, lengths, batch, steps, static):
     cache, rows, read = em.MemoryCache(model, static=static), [], 0
-    operators = building(model, chunk)
+    block, chunk = model.config.block_size, max(model.config.block_size, AT_ONCE // batch)
+    operators = building(model, block)
     prefill(model, em.MemoryCache(model), batch, 0, 2 * chunk, chunk)  # warm-up
     for length in lengths:
         seconds, tokens = prefill(model, cache, batch, read, length, chunk), length - read
@@ -89,7 +91,7 @@ def measure(model, lengths, batch, steps, static, chunk):
         row = {
             "history": length,
             "prefill_tokens_per_s": batch * tokens / seconds,
-            "decode_tokens_per_s": batch / (step + operators / chunk),
+            "decode_tokens_per_s": batch / (step + operators / block),
             "operators_ms_per_block": 1e3 * operators,
             "cache_bytes": fork.nbytes() // batch,
             "device_bytes": held,
@@ -130,7 +132,7 @@ def main():
             lengths = [n for n in args.lengths if n * batch <= (2**21 if static else 2**15)]
             steps = args.steps or (config.block_size if static else 128)
             print(f"{name}, batch {batch}", flush=True)
-            rows = measure(model, lengths, batch, steps, static, config.block_size)
+            rows = measure(model, lengths, batch, steps, static)
             run = {"attention": name, "batch": batch, "rows": rows}
             if settings is elastic:
                 run["decode_floor_tokens_per_s"] = floor(model, batch)

@@ -113,10 +113,11 @@ def _feed(model, cache, ids) -> None:  # type: ignore[no-untyped-def]
     from rich.console import Console
     from rich.progress import Progress
 
-    size = model.config.block_size if hasattr(model.config, "block_size") else cache.block_size
+    from elastic_memory.model.cache import AT_ONCE
+
     # Standard output is for what the model says.
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=ids.shape[1])
-        for piece in ids.split(size, dim=1):
+        for piece in ids.split(AT_ONCE, dim=1):
             model(piece, past_key_values=cache, logits_to_keep=1)
             progress.advance(task, piece.shape[1])

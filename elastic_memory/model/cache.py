@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from elastic_memory.model.modeling import MemoryCausalLM
 
 
+AT_ONCE = 2**14  # tokens of whole blocks that a stream reads in one go: enough for long products, little to hold
+
+
 class MemoryCache(Cache):
     """State, open block and clock of each row of a batch.
 
@@ -129,6 +132,23 @@ class MemoryCache(Cache):
             self.digests[row] = _digest(self.digests[row], ids)
             self.seen[row] += self.opened[row]
             self.opened[row] = 0
+
+    def whole_blocks(self, remaining: list[int]) -> int:
+        """How many blocks to read at once, each followed by more tokens: of rows with one clock, nothing open."""
+        alike = len(set(self.seen)) == 1 and not any(self.opened)
+        if not alike or self.recording or self.locality.sliding or not all(memory.parallel for memory in self.memories):
+            return 0
+        blocks = min(min(remaining) - 1, AT_ONCE // self.batch) // self.block_size
+        return blocks if blocks > 1 else 0
+
+    def passed(self, blocks: int, ids: Int[Tensor, "batch token"] | None) -> None:
+        """So many blocks of all rows are in memory now."""
+        self.tokens = None if ids is None else self.tokens
+        pieces = [None] * blocks if ids is None else ids.cpu().split(self.block_size, dim=1)
+        for piece in pieces:
+            for row in range(self.batch):
+                self.digests[row] = _digest(self.digests[row], None if piece is None else piece[row])
+        self.seen = [seen + blocks * self.block_size for seen in self.seen]
 
     @torch.inference_mode(False)
     @torch.no_grad()

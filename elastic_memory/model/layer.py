@@ -5,7 +5,7 @@ attention does. Two roads through it agree to rounding: all blocks of a sample a
 time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -167,10 +167,21 @@ class MemoryLayer(GradientCheckpointingLayer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def _all_blocks(self, hidden: Tensor, rope: Rope) -> Tensor:
+        heads = self.self_attn.project(self.input_layernorm(hidden))
+        return self._attend_blocks(hidden, rope, heads, self.memory.read_all(*heads[1:], self.host(rope)))
+
+    def stream_blocks(self, hidden: Tensor, rope: Rope, stream: LayerStream, seen: int) -> Tensor:
+        """Whole blocks of a stream at once: as many products as in training, and a memory as exact as in streams."""
+        heads = self.self_attn.project(self.input_layernorm(hidden))
+        return self._attend_blocks(hidden, rope, heads, stream.pass_blocks(*heads[1:], seen, self.host(rope)))
+
+    def _attend_blocks(
+        self, hidden: Tensor, rope: Rope, heads: tuple[Heads, Heads, Heads], readings: Sequence[Reading]
+    ) -> Tensor:
+        """The layer's output, given queries, keys and values of all blocks and what each block reads from memory."""
         attention, length = self.self_attn, hidden.shape[1]
         size = self.locality.span(length)
-        query, key, value = attention.project(self.input_layernorm(hidden))
-        readings = attention.memory.read_all(key, value, self.host(rope))
+        query, key, value = heads
 
         # A last block that is short is filled up with zeros, which no earlier token can see.
         query, key, value = (_fold(x, size) for x in (query, key, value))

@@ -144,21 +144,38 @@ class MemoryBackbone(_Model):
         done = [0] * batch
         while any(length > start for start, length in zip(done, lengths, strict=True)):
             self._close_full([length > start for start, length in zip(done, lengths, strict=True)], rope, cache)
+            whole = 0 if probed else cache.whole_blocks([b - a for a, b in zip(done, lengths, strict=True)])
             takes = [
-                min(cache.block_size - opened, length - start)
+                whole * cache.block_size or min(cache.block_size - opened, length - start)
                 for opened, start, length in zip(cache.opened, done, lengths, strict=True)
             ]
             piece = _cut(aligned, done, max(takes))
-            segment = cache.segment(takes, rope, source.device)
             hidden = self._residual(self.embed_tokens(piece) if ids is not None else piece)
             with sdpa_kernel(ANY_LENGTH):
-                for layer, stream in zip(self.layers, cache.streams, strict=True):
-                    hidden = layer(hidden, rope, stream, segment)
-            cache.advance(takes, piece if ids is not None else None)
+                hidden = self._several(hidden, cache) if whole else self._piece(hidden, takes, rope, cache)
+            known = piece if ids is not None else None
+            if whole:
+                cache.passed(whole, known)
+            else:
+                cache.advance(takes, known)
             _keep(kept, hidden, list(zip(firsts, done, takes, strict=True)))
             done = [start + take for start, take in zip(done, takes, strict=True)]
         cache.columns += columns
         return self.norm(tail.restore(kept) if tail else kept)
+
+    def _piece(self, hidden: Tensor, takes: list[int], rope: Rope, cache: MemoryCache) -> Tensor:
+        """Some tokens of each row, inside its open block."""
+        segment = cache.segment(takes, rope, hidden.device)
+        for layer, stream in zip(self.layers, cache.streams, strict=True):
+            hidden = layer(hidden, rope, stream, segment)
+        return hidden
+
+    def _several(self, hidden: Tensor, cache: MemoryCache) -> Tensor:
+        """Whole blocks of all rows at once."""
+        rope = Rope(self.rotary_emb, self.embed_tokens.weight, cache.block_size)
+        for layer, stream in zip(self.layers, cache.streams, strict=True):
+            hidden = layer.stream_blocks(hidden, rope, stream, cache.seen[0])
+        return hidden
 
     def _close_full(self, wanting: list[bool], rope: Rope, cache: MemoryCache) -> bool:
         """Fold the complete open blocks of rows that have more to read into memory."""

@@ -176,6 +176,16 @@ class LayerStream:
             self.window = tuple(_put(a.to(b.dtype), rows, b) for a, b in pairs)  # type: ignore[assignment]
         self.reopen(kept)
 
+    def pass_blocks(self, key: Tensor, value: Tensor, seen: int, host: Host) -> list[Reading]:
+        """Fold whole blocks of all rows, which have one clock and nothing open, into memory; what each reads."""
+        size, readings = self.memory.geometry.block_size, []
+        for start in range(0, key.shape[2], size):
+            if self.reading:
+                readings.append(self.reading)
+            block = Block(*(x[:, :, start : start + size] for x in (key, value)))
+            self.close(list(range(len(self.counts))), block, seen + start, host, None)
+        return readings
+
     def open_tokens(self, longest: int | None = None) -> dict[str, Tensor]:
         """The open tokens' keys, values, ... without what stands in front of them."""
         kept = {}

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
+from elastic_memory.model import cache as caches
+from elastic_memory.model.stream import LayerStream
 from tests.conftest import small_model
 
 MODELS = {
@@ -391,3 +393,27 @@ def test_bad_input(model, ids):
         model(ids.to("meta"), past_key_values=cache)
     with pytest.raises(ValueError, match="3 rows on a cache of 2"):
         model(ids[:1].expand(3, -1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_whole_blocks_at_once_are_blocks_one_by_one(memory, ids, monkeypatch):
+    """Logits, memory and clocks, from an empty cache and from one in the middle of a block."""
+    model = small_model(memory)
+    found = {}
+    for at_once in (0, 2**14):
+        monkeypatch.setattr(caches, "AT_ONCE", at_once)
+        calls = []
+        passing = LayerStream.pass_blocks
+        monkeypatch.setattr(LayerStream, "pass_blocks", lambda *a, f=passing, c=calls: c.append(1) or f(*a))
+        cache = em.MemoryCache(model)
+        with torch.no_grad():
+            logits = [model(piece, past_key_values=cache).logits for piece in ids.split([3, 40, 2], dim=1)]
+        assert bool(calls) == (at_once > 0 and MEMORIES[memory].parallel)
+        assert cache.holds(ids)
+        state = [part for stream in cache.streams for part in stream.state]
+        found[at_once] = torch.cat(logits, 1), state, cache.clock, cache.digests
+        monkeypatch.setattr(LayerStream, "pass_blocks", passing)
+    (one, state, *rest), (many, states, *others) = found.values()
+    torch.testing.assert_close(many, one, atol=1e-5, rtol=0)
+    torch.testing.assert_close(states, state, atol=1e-5, rtol=1e-5)
+    assert rest == others
