@@ -3,16 +3,25 @@
 Shapes are [batch, head, token, dim]; keys and values may have fewer heads than queries (grouped).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
 
 from elastic_memory.shapes import Bool, Float, Tensor
 
-# For streams, whose number of keys changes with every call: cuDNN plans each number anew, for tens of milliseconds.
-ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """For streams, whose number of keys changes with every call: cuDNN plans each anew, for tens of milliseconds."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def rotate(

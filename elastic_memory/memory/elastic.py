@@ -89,10 +89,10 @@ class ElasticMemory(Memory):
         blocks = -(-key.shape[2] // size)
         if blocks == 1:
             return []
-        plan = _plan(*_fields(self.bank), size, blocks, str(key.device), key.dtype, self.road)
-        road = self._direct if isinstance(plan, Direct) else self._recurrent
         # Tokens first, everything else a feature of its own signal: one plain product per block serves the whole batch.
         signal = torch.stack((key, value)).permute(3, 0, 1, 2, 4)
+        plan = _plan(*_fields(self.bank), size, blocks, str(key.device), signal.dtype, self.road)
+        road = self._direct if isinstance(plan, Direct) else self._recurrent
         readings = road(plan, signal.flatten(1))
         # [point, 2 * batch * head * dim] -> keys and values [batch, head, point, dim]
         return [tuple(one.unflatten(1, signal.shape[1:]).permute(1, 2, 3, 0, 4).unbind(0)) for one in readings]
@@ -142,7 +142,8 @@ class _Direct(torch.autograd.Function):
     ) -> Float[Tensor, "reading point feature"]:
         ctx.save_for_backward(*weights)
         ctx.size, ctx.detach_every, ctx.tokens = size, detach_every, len(signal)
-        return torch.stack([weight @ signal[: weight.shape[1]] for weight in weights])
+        with torch.autocast(signal.device.type, enabled=False):  # backward has none, and must find the same types
+            return torch.stack([weight @ signal[: weight.shape[1]] for weight in weights])
 
     @staticmethod
     def backward(ctx: Any, gradient: Float[Tensor, "reading point feature"]) -> tuple:  # type: ignore[override]

@@ -210,7 +210,8 @@ class MemoryCache(Cache):
     def rollback(self, tokens: int) -> None:
         """Take back the newest tokens of every row: exact inside the open block, an error beyond it.
 
-        From `activate_past_recording()` on, the block before the open one can be taken back too.
+        From `activate_past_recording()` on, the block before the open one can be taken back too, if all rows are back
+        in it then.
         """
         if tokens < 0:
             raise ValueError(f"rollback({tokens}): give the number of tokens to take back")
@@ -293,7 +294,10 @@ class MemoryCache(Cache):
         self.rollback(-int(tokens_to_remove))  # speculative decoding counts in tensors
 
     def activate_past_recording(self) -> None:
-        """Keep one block more, so that speculative decoding can take back what it has read across a block's end."""
+        """Keep one block more, so that speculative decoding can take back what it has read across a block's end.
+
+        It stays on until `reset()`: a cache that has served speculative decoding holds up to twice as much.
+        """
         self.recording = True
 
     is_compileable = False

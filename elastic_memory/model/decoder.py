@@ -52,7 +52,8 @@ class Decoder:
         fits = old is not None and old.shapes == cls._shapes(cache) and old.settled == cls.conditions(backbone)
         decoder = old if old is not None and fits else cls(backbone, cache, ids)
         if not decoder.graphs and ids.is_cuda:
-            decoder._capture()  # runs the step, so what the buffers hold comes after it
+            with torch.cuda.device(ids.device):
+                decoder._capture()  # runs the step, so what the buffers hold comes after it
         decoder._take(cache)
         return decoder
 
@@ -73,7 +74,7 @@ class Decoder:
     def _step(self, reach: int) -> Float[Tensor, "batch 1 width"]:
         self.tokens.scatter_(1, self.positions, self.ids)
         rope = tuple(table[0][self.positions] for table in self.rope)
-        hidden, shared = self.backbone.embed_tokens(self.ids), {}
+        hidden, shared = self.backbone._residual(self.backbone.embed_tokens(self.ids)), {}
         for index, (layer, stream) in enumerate(zip(self.backbone.layers, self.streams, strict=True)):
             memory, before = stream.memory_columns, stream.front - stream.memory_columns
             if (memory, before) not in shared:
@@ -134,9 +135,10 @@ class Decoder:
 
     @staticmethod
     def conditions(backbone: Any) -> list[Any]:
-        """What a captured step depends on besides the cache: where the weights are, and how memories are read."""
+        """What a captured step depends on besides the cache: weights, precision, and how memories are read."""
         weight = backbone.embed_tokens.weight
-        return [weight.data_ptr(), weight.dtype, *(layer.memory.retrieval for layer in backbone.layers)]
+        autocast = torch.is_autocast_enabled(weight.device.type) and torch.get_autocast_dtype(weight.device.type)
+        return [weight.data_ptr(), weight.dtype, autocast, *(layer.memory.retrieval for layer in backbone.layers)]
 
     @staticmethod
     def _shapes(cache: "MemoryCache") -> list[Any]:

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import sdpa_kernel
 from transformers import LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
-from elastic_memory.attention import ANY_LENGTH
+from elastic_memory.attention import without_cudnn
 from elastic_memory.memory import MEMORIES, Memory
 from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
@@ -98,11 +97,15 @@ class MemoryBackbone(_Model):
         return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], hidden_states=states)
 
     def _residual(self, embeddings: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
-        """What layers add to: in autocast's type, where there is one, as float32 would double the traffic."""
-        device = embeddings.device.type
-        if not torch.is_autocast_enabled(device) or getattr(self.config, "residual_in_fp32", False):
+        """What layers add to: in bf16 under such an autocast, as float32 would double the traffic.
+
+        Attached models keep what they were trained with.
+        """
+        if getattr(self.config, "residual_in_fp32", True) or embeddings.is_meta:
             return embeddings
-        return embeddings.to(torch.get_autocast_dtype(device))
+        device = embeddings.device.type
+        narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+        return embeddings.bfloat16() if narrow else embeddings
 
     def _last_norm(self, hidden: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
         return self.norm(hidden)
@@ -151,7 +154,7 @@ class MemoryBackbone(_Model):
             ]
             piece = _cut(aligned, done, max(takes))
             hidden = self._residual(self.embed_tokens(piece) if ids is not None else piece)
-            with sdpa_kernel(ANY_LENGTH):
+            with without_cudnn():
                 hidden = self._several(hidden, cache) if whole else self._piece(hidden, takes, rope, cache)
             known = piece if ids is not None else None
             if whole:
@@ -283,7 +286,8 @@ class MemoryCausalLM(_Model):
 
         Other streams stay as they are. `options` go to `torch.compile`.
         """
-        steps = {"dynamic": None} | options  # as many rows as somebody decodes
+        # As many rows as somebody decodes; captured already, so without a mode that captures.
+        steps = {"dynamic": None} | {name: value for name, value in options.items() if name != "mode"}
         options = {"fullgraph": True, "dynamic": False} | options
         for layer in self.base_model.layers:
             # Where there is a loop over blocks, its body once instead of all its rounds in one long graph.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 
 from elastic_memory.data.folders import fsync
 from elastic_memory.training import checkpoints
@@ -89,9 +90,9 @@ class Run:
         stands = f"The checkpoint of step {last[-1]} is intact" if last else "There was no checkpoint before"
         cause = str(error).strip().split("\n")[0][:200]
         # torch reports a full disk as a wrong position in its file: the cause alone would not be understood
-        return StoppedError(
-            f"{what} could not be written, the disk may be full ({cause}). {stands}; make room and add --resume"
-        )
+        full = isinstance(error, OSError | SafetensorError) or "unexpected pos" in cause
+        why = f"the disk may be full ({cause}). {stands}; make room and" if full else f"{cause}. {stands};"
+        return StoppedError(f"{what} could not be written: {why} add --resume")
 
     def event(self, event: str, **details: Any) -> None:
         """Append to the history of the run, and force it to the disk."""

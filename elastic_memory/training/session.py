@@ -133,8 +133,9 @@ class Session:
                 continue
             facts = read_json(folder / "run.json")
             old = yaml.safe_load((folder / "recipe.yaml").read_text())
-            old |= {"data": facts["data"], "tokenizer": facts.get("tokenizer")}
-            new = {**run.recipe.to_dict(), "data": run.data, "tokenizer": tokenizer_sha256(self.rows)}
+            now = {"data": run.data, "tokenizer": tokenizer_sha256(self.rows)}
+            old |= {name: facts.get(name, value) for name, value in now.items()}
+            new = run.recipe.to_dict() | now
             changed = [line for line in differences(old, new) if not line.startswith("execution.")]
             raise ValueError(
                 f"nothing to resume: this is not what {folder.name} trains ({'; '.join(changed)}). "

@@ -158,3 +158,26 @@ def test_bad_input(ids):
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_one_block_is_the_models_own(pretrained, dtype):
+    ids = torch.randint(1, 61, (2, 8))
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        before = pretrained(ids).logits
+        assert torch.equal(em.attach_memory(pretrained, **MEMORY)(ids).logits, before)
+
+
+@pytest.mark.parametrize("road", ["direct", "recurrent"])
+def test_fine_tuning_under_autocast(pretrained, road):
+    """Norms of queries and keys leave them in another type than values."""
+    ids = torch.randint(1, 61, (2, 45))
+    model = em.attach_memory(pretrained, **MEMORY, road=road).train()
+    model(ids, labels=ids).loss.backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - exact[name]).norm() <= 0.2 * exact[name].norm() + 1e-4, name

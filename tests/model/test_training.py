@@ -220,3 +220,23 @@ def test_jaxtyping_free_import():
         "em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset('tiny'))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_residual_stream_follows_autocast(ids):
+    """bf16 under bf16; float32 if asked for, and under float16, whose range is too small."""
+    for wide, dtype, expected in (
+        (False, torch.bfloat16, torch.bfloat16),
+        (True, torch.bfloat16, torch.float32),
+        (False, torch.float16, torch.float32),
+    ):
+        model = small_model(residual_in_fp32=wide)
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            states = model.model(ids, output_hidden_states=True).hidden_states
+        assert {state.dtype for state in states[:-1]} == {expected}
+
+
+def test_shapes_without_numbers():
+    """On the meta device, as planners and counters of operations use it."""
+    with torch.device("meta"):
+        model = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset("tiny", memory="none"))
+        assert model(torch.zeros(1, 100, dtype=torch.long)).logits.shape == (1, 100, model.config.vocab_size)

@@ -118,7 +118,7 @@ def test_a_full_disk_stops_the_run_and_spares_what_was_saved(
     disturb([2 * begun + 1], fill)  # in the first step after that save
     what = f"the checkpoint of step {begun + 4}" if room else "a file of the run"
     last = f"The checkpoint of step {begun} is intact" if saved else "There was no checkpoint before"
-    message = f"{what} could not be written, the disk may be full .*{last}; make room and add --resume"
+    message = f"{what} could not be written: the disk may be full .*{last}; make room and add --resume"
     assert exit_code(child(told)) == 0
     monkeypatch.undo()  # there is room again
     run = only_run(tmp_path)
