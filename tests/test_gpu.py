@@ -7,6 +7,7 @@ import elastic_memory as em
 from elastic_memory.attention import trapezoidal
 from elastic_memory.commands.selfcheck import checks
 from elastic_memory.memory import MEMORIES
+from elastic_memory.model import decoder
 from elastic_memory.operators import Bank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -65,23 +66,26 @@ def test_operators_are_those_of_the_cpu(order):
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("compiled", [False, True])
 @torch.no_grad()
-def test_captured_decoding_is_one_call(memory):
-    """Single tokens by a CUDA graph, over several blocks, rows with clocks of their own."""
+def test_captured_decoding_is_one_call(memory, compiled, monkeypatch):
+    """Single tokens by CUDA graphs, several to a block, over several blocks, rows with clocks of their own."""
+    monkeypatch.setattr(decoder, "STRETCH", 5)
     torch.manual_seed(0)
     config = em.MemoryLlamaConfig.preset("tiny", memory=memory, block_size=16, initializer_range=0.1)
     model = em.MemoryLlamaForCausalLM(config).cuda().eval()
     ids = torch.randint(1, 512, (2, 80), device="cuda")
+    rows = [model(ids[row : row + 1, start:]).logits[0, 20 - start :] for row, start in enumerate((0, 7))]
+    if compiled:
+        model.compile_blocks()
     mask = torch.ones(2, 20, dtype=torch.long, device="cuda")
     mask[1, :7] = 0
     cache = em.MemoryCache(model, static=True)
     model(ids[:, :20], attention_mask=mask, past_key_values=cache)
     logits = torch.cat([model(x, past_key_values=cache).logits for x in ids[:, 20:].split(1, dim=1)], dim=1)
-    for row, start in enumerate((0, 7)):
-        torch.testing.assert_close(
-            logits[row], model(ids[row : row + 1, start:]).logits[0, 20 - start :], atol=1e-4, rtol=0
-        )
-    assert cache.decoder.graphs
+    torch.testing.assert_close(logits, torch.stack(rows), atol=1e-4, rtol=0)
+    assert len(cache.decoder.graphs) == 4
+    torch._dynamo.reset()
 
 
 def test_memory_of_a_long_stream_is_flat():
