@@ -293,7 +293,8 @@ class MemoryLayer(GradientCheckpointingLayer):
         known, held = (buffers[name][:, :, : mask.shape[-1]] for name in ("key", "value"))
         output = self.after_attention(hidden, self.self_attn.mix(query, rotated, known, held, reading, mask, visible))
         if "output" in buffers:
-            buffers["output"].scatter_(1, positions[:, :, None].expand_as(output), output)
+            kept = output.to(buffers["output"].dtype)
+            buffers["output"].scatter_(1, positions[:, :, None].expand_as(kept), kept)
         return output
 
     def before_attention(
