@@ -29,13 +29,13 @@ def headline(root: Path) -> str:
     stream = newest(root, "streaming-h200")["runs"][0]["rows"]  # captured steps of one row
     ours, theirs = peers["Transformer++"], peers["transformers Llama"]
     flat = stream[-1]["decode_tokens_per_s"] / stream[0]["decode_tokens_per_s"]
+    small, large = (training["elastic", multiple]["ratio_to_none"] for multiple in (1, 16))
     return (
         f"On one H200, 100m, samples of 32,768 tokens: {ours['tokens_per_s'] / 1e3:.0f}k tokens/s without memory, "
         f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times transformers' Llama with full attention. Elastic "
-        f"Memory, in turns with the model without memory, trains at {training['elastic', 1]['ratio_to_none']:.2f} of its "
-        f"speed at 1x and at {training['elastic', 16]['ratio_to_none']:.2f} at 16x. A decoding step after a million tokens "
-        f"runs at {flat:.2f} of its speed after two thousand. Parts, floors and what is missing: "
-        "[docs/speed.md](docs/speed.md).\n"
+        f"Memory, in turns with the model without memory, trains at {small:.2f} of its speed at 1x and at {large:.2f} at "
+        f"16x. A decoding step after a million tokens runs at {flat:.2f} of its speed after two thousand. Parts, floors "
+        "and what is missing: [docs/speed.md](docs/speed.md).\n"
     )
 
 
