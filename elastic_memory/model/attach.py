@@ -9,8 +9,9 @@ from safetensors import safe_open
 from torch import nn
 
 from elastic_memory.memory import Geometry
+from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import MemorySettings
-from elastic_memory.model.modeling import MemoryBackbone, MemoryCausalLM, install
+from elastic_memory.model.modeling import MemoryCausalLM, install
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json

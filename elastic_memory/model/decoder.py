@@ -74,7 +74,7 @@ class Decoder:
     def _step(self, reach: int) -> Float[Tensor, "batch 1 width"]:
         self.tokens.scatter_(1, self.positions, self.ids)
         rope = tuple(table[0][self.positions] for table in self.rope)
-        hidden, shared = self.backbone._residual(self.backbone.embed_tokens(self.ids)), {}
+        hidden, shared = self.backbone.residual(self.backbone.embed_tokens(self.ids)), {}
         for index, (layer, stream) in enumerate(zip(self.backbone.layers, self.streams, strict=True)):
             memory, before = stream.memory_columns, stream.front - stream.memory_columns
             if (memory, before) not in shared:

@@ -78,9 +78,8 @@ class Rows:
 @given(actions=actions, static=st.booleans(), seed=st.integers(0, 9))
 @settings(max_examples=30)
 def test_each_row_goes_on_as_if_alone(memory, local, actions, static, seed):
-    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
     try:
-        model = small_model(memory, local_attention=local, **overrides)
+        model = small_model(memory, local_attention=local)
     except ValueError:
         pytest.skip("undefined with sliding attention")
     rows = Rows(model, static, seed)

@@ -20,8 +20,7 @@ def decode(model, cache, ids):
 @pytest.mark.parametrize(("prompt", "stretch"), [(0, 256), (5, 3), (8, 1), (19, 3)])
 def test_decoding_is_one_call(memory, prompt, stretch, ids, monkeypatch):
     monkeypatch.setattr(decoder, "STRETCH", stretch)
-    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
-    model = small_model(memory, **overrides) if memory != "none" else small_model("none")
+    model = small_model(memory)
     cache = em.MemoryCache(model, static=True)
     with torch.no_grad():
         expected = model(ids).logits
@@ -81,9 +80,8 @@ def test_everything_else_a_cache_can_do(model, ids, tmp_path):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_captured_step_stays(memory, local, device, ids):
     """What leaves the shapes as they are, copies into the decoder's buffers: nothing is captured anew."""
-    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
     try:
-        model = small_model(memory, local_attention=local, **overrides)
+        model = small_model(memory, local_attention=local)
     except ValueError:
         pytest.skip("undefined with sliding attention")
     model, ids = model.to(device), ids.to(device)

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 import elastic_memory as em
-from elastic_memory.memory import MEMORIES
 from tests.conftest import small_model
 
 GREEDY = dict(max_new_tokens=25, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -143,8 +142,7 @@ def test_new_tokens_that_look_like_old_ones(model):
 @pytest.mark.parametrize("static", [False, True])
 def test_speculative_decoding(memory, local, static, ids):
     """Candidates that turn out wrong are taken back across the ends of blocks: the same tokens as without."""
-    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
-    model = small_model(memory, local_attention=local, **overrides)
+    model = small_model(memory, local_attention=local)
     options = GREEDY | dict(max_new_tokens=60, pad_token_id=61)  # no token that an assistant may come upon
     expected = model.generate(ids[:1], **options)
     for help in ({"prompt_lookup_num_tokens": 7}, {"assistant_model": small_model(seed=1)}, {"assistant_model": model}):

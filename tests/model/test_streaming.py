@@ -244,9 +244,8 @@ def test_what_inference_mode_made_is_of_use_outside_it(exact, model, tmp_path):
 @pytest.mark.parametrize("padded", [False, True])
 def test_precision_may_change_within_a_stream(memory, local, static, padded):
     """Autocast on and off, then a model that was cast: as close as bfloat16 is."""
-    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
     try:
-        model, ids = small_model(memory, local_attention=local, initializer_range=0.1, **overrides), tokens(2, 60)
+        model, ids = small_model(memory, local_attention=local, initializer_range=0.1), tokens(2, 60)
     except ValueError:
         pytest.skip("undefined with sliding attention")
     cache, mask = em.MemoryCache(model, static=static), torch.ones_like(ids)
@@ -266,8 +265,7 @@ def test_precision_may_change_within_a_stream(memory, local, static, padded):
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_double_precision(memory):
     """States are float32 whatever the model is."""
-    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
-    model, ids = small_model(memory, **overrides).double(), tokens(2, 40)
+    model, ids = small_model(memory).double(), tokens(2, 40)
     logits, cache = in_pieces(model, ids, [5, 20, 15])
     with torch.no_grad():
         torch.testing.assert_close(logits, model(ids).logits, **TOLERANCE)
@@ -316,8 +314,7 @@ def test_the_wanted_logits_of_rows_with_their_own_clocks(keep, padded, model):
 @pytest.mark.parametrize("short", [3, 9, 17])
 def test_rows_go_on_without_the_others(memory, static, short):
     """A row that has less to remember than others had does not see what they left behind."""
-    overrides = {} if MEMORIES[memory].has_option("order") else {"memory_order": None}
-    model, ids = small_model(memory, **overrides), tokens(3, 50)
+    model, ids = small_model(memory), tokens(3, 50)
     mask = torch.ones(3, 30, dtype=torch.long)
     mask[1, short:] = 0
     cache = em.MemoryCache(model, static=static)
