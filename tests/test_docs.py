@@ -33,6 +33,9 @@ def test_results_are_those_on_record():
     page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     assert page == speed.page(ROOT, page), "run python -m elastic_memory.report.speed"
     text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text == catalogue.insert(text, speed.operators(ROOT), "operators"), (
+        "run python -m elastic_memory.report.speed"
+    )
     assert text == catalogue.insert(text, results.overview(ROOT), "results"), (
         "run python -m elastic_memory.report.results"
     )
