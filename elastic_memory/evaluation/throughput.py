@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from elastic_memory.evaluation.losses import Model, empty_cache, evaluating
-from elastic_memory.shapes import Int, Tensor
+from elastic_memory.shapes import Float, Int, Tensor
+from elastic_memory.training.capture import Captured
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Throughput:
 def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     """Samples per second of training steps and of evaluation, tokens per second of decoding.
 
-    A training step is forward, backward, clipping and AdamW on `work.rows` samples; in bfloat16 on a GPU.
+    A training step is forward, backward, clipping and AdamW on `work.rows` samples; in bfloat16 on a GPU, where that of
+    a compiled model is captured, as in training.
     """
     if not models:
         raise ValueError("no models to time: the first is the one others are compared with")
@@ -58,9 +60,19 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
         name: torch.optim.AdamW(model.parameters(), lr=0.0, fused=_device(model).type == "cuda")
         for name, model in models.items()
     }
+    steps = {name: partial(_step, model) for name, model in models.items()}
+    peaks = {
+        name: _peak(model, partial(_train, model, steps[name], ids[name], optimizers[name], 1), optimizers[name])
+        for name, model in models.items()
+    }
+    for name, model in models.items():
+        if getattr(model, "compiled", False) and _device(model).type == "cuda":
+            steps[name] = Captured(steps[name], model.parameters())
     kinds: dict[str, dict[str, Callable[[], float]]] = {
         name: {
-            "training": partial(_timed, model, partial(_train, model, ids[name], optimizers[name], work.steps)),
+            "training": partial(
+                _timed, model, partial(_train, model, steps[name], ids[name], optimizers[name], work.steps)
+            ),
             "inference": partial(_timed, model, partial(_evaluate, model, ids[name])),
             "decoding": partial(_decode, model, work),
         }
@@ -70,7 +82,6 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
         for own in kinds.values():
             del own["decoding"]
     amount = {"training": work.rows * work.steps, "inference": work.rows, "decoding": work.rows * work.decoded}
-    peaks = {name: _peak(model, kinds[name]["training"], optimizers[name]) for name, model in models.items()}
     seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds[name]} for name in models}
     for repeat in range(work.repeats + 1):
         for name in models:
@@ -89,11 +100,24 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     ]
 
 
-def _train(model: Model, ids: Int[Tensor, "row token"], optimizer: torch.optim.Optimizer, steps: int) -> None:
+def _step(model: Model, ids: Int[Tensor, "row token"]) -> Float[Tensor, ""]:
+    """Forward and backward."""
+    with _autocast(model):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
+
+
+def _train(
+    model: Model,
+    step: Callable[..., Tensor],
+    ids: Int[Tensor, "row token"],
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+) -> None:
     model.train()
     for _ in range(steps):
-        with _autocast(model):
-            model(ids, labels=ids).loss.backward()
+        step(ids=ids)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -97,13 +97,28 @@ class MemoryAttention(nn.Module):
         visible: Bool[Tensor, "batch column"] | None = None,
     ) -> Heads:
         """Attention of a block: `key` and `value` are all its columns, those of a joining memory in front included."""
+        return self.remember(self.attend(rotated, key, value, mask), query, rotated, reading, visible)
+
+    def attend(
+        self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None = None
+    ) -> Heads:
+        """Softmax attention; without a mask the queries are the last of the keys' tokens."""
         if mask is None:
-            mixed = trapezoidal(rotated, key, value, self.scaling)
-        else:
-            mixed = masked(rotated, key, value, mask, self.scaling)
-        if reading and not self.memory.joins:
-            mixed = self.memory.mix(mixed, query, rotated, reading, visible)
-        return mixed
+            return trapezoidal(rotated, key, value, self.scaling)
+        return masked(rotated, key, value, mask, self.scaling)
+
+    def remember(
+        self,
+        local: Heads,
+        query: Heads,
+        rotated: Heads,
+        reading: Reading | None,
+        visible: Bool[Tensor, "batch column"] | None = None,
+    ) -> Heads:
+        """What a memory that does not join the softmax adds to the block's own attention."""
+        if not reading or self.memory.joins:
+            return local
+        return self.memory.mix(local, query, rotated, reading, visible)
 
     def probed(self, key: Heads, value: Heads) -> tuple[Heads, Heads]:
         """The block's own keys and values, as attention gets to see them."""
@@ -191,9 +206,10 @@ class MemoryLayer(GradientCheckpointingLayer):
             positions = torch.arange(-size, 0, device=hidden.device)
             previous = rope(key.flatten(0, 1), positions).unflatten(0, key.shape[:2])
 
-        mixed = []
-        for first, last, reading in _spans(query.shape[1], readings, apart=len(readings) > 0 or self.locality.sliding):
-            raw, turned, *window = (x[:, first:last].flatten(0, 1) for x in (query, rotated, rotated_key, value))
+        local = []
+        joined = readings if attention.memory.joins else []
+        for first, last, reading in _spans(query.shape[1], joined, apart=len(joined) > 0 or self.locality.sliding):
+            turned, *window = (x[:, first:last].flatten(0, 1) for x in (rotated, rotated_key, value))
             mask = None
             if previous is not None and first > 0:
                 before = [x[:, first - 1 : last - 1].flatten(0, 1) for x in (previous, value)]
@@ -203,11 +219,16 @@ class MemoryLayer(GradientCheckpointingLayer):
                 front = columns[0].shape[2] - window[0].shape[2]
                 mask = window_mask(size, window[0].shape[2] - size, size, hidden.device)
                 mask = torch.cat((mask.new_ones(size, front), mask), dim=1)
-            block = attention.mix(raw, turned, *columns, reading, mask)
-            mixed.append(block.unflatten(0, (-1, last - first)))
-        joined = torch.cat(mixed, dim=1) if len(mixed) > 1 else mixed[0]
+            local.append(attention.attend(turned, *columns, mask).unflatten(0, (-1, last - first)))
+        mixed = _joined(local)
+        if not attention.memory.joins:
+            parts = []
+            for first, last, reading in _spans(query.shape[1], readings, apart=len(readings) > 0):
+                own, raw, turned = (x[:, first:last].flatten(0, 1) for x in (mixed, query, rotated))
+                parts.append(attention.remember(own, raw, turned, reading).unflatten(0, (-1, last - first)))
+            mixed = _joined(parts)
         # [batch, block, head, token, dim] -> [batch, head, token, dim]
-        return self._finish(hidden, joined.transpose(1, 2).flatten(2, 3)[:, :, :length])
+        return self._finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
 
     def _block_by_block(self, hidden: Tensor, rope: Rope) -> Tensor:
         memory, outputs, size = self.memory, [], self.locality.block_size
@@ -332,6 +353,10 @@ def _fold(x: Heads, size: int) -> Float[Tensor, "batch block head size dim"]:
     if short:
         x = nn.functional.pad(x, (0, 0, 0, 0, 0, short))
     return x.unflatten(1, (-1, size)).transpose(2, 3)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def _spans(blocks: int, readings: Any, apart: bool) -> list[tuple[int, int, Reading | None]]:

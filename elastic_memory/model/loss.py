@@ -30,7 +30,12 @@ def next_token_loss(
         return _summed(hidden, head, following) / count
     # Recomputing a piece's logits in the backward pass costs one more head product and saves them all.
     pieces = zip(hidden.split(piece), following.split(piece), strict=True)
-    return torch.stack([checkpoint(_summed, h, head, y, use_reentrant=False) for h, y in pieces]).sum() / count
+    return (
+        torch.stack(
+            [checkpoint(_summed, h, head, y, use_reentrant=False, preserve_rng_state=False) for h, y in pieces]
+        ).sum()
+        / count
+    )
 
 
 def _piece_size(head: Tensor) -> int:

@@ -92,6 +92,11 @@ class MemoryCausalLM(Mixed):
         model.last_norm = MethodType(torch.compile(MemoryBackbone.last_norm, **options), model)
         self._loss = torch.compile(next_token_loss, **options)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether `compile_blocks` was called."""
+        return "_loss" in vars(self)
+
     _loss = staticmethod(next_token_loss)
 
     @property

@@ -10,6 +10,10 @@ import time
 import pytest
 import torch
 
+import elastic_memory as em
+from elastic_memory.memory import MEMORIES
+from elastic_memory.training.capture import Captured
+
 from .conftest import FSDP2, RECIPES, same_weights
 from .test_session import lines, only_run
 
@@ -59,3 +63,41 @@ def test_killed_and_resumed_on_a_gpu(corpus, tmp_path, mode):
         assert same_weights(whole, killed)
     if mode == "fsdp2":
         assert any(killed.glob("checkpoints/*/pytorch_model_fsdp_0")), "the checkpoint is sharded"
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_captured_step_is_the_step(memory):
+    """Losses and gradients of replays, with gradients dropped, kept and zeroed in between."""
+    torch.manual_seed(0)
+    config = em.MemoryLlamaConfig.preset("tiny", memory=memory, block_size=128, initializer_range=0.05)
+    model = em.MemoryLlamaForCausalLM(config).cuda()
+    model.compile_blocks()
+
+    def step(ids):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+        return loss.detach()
+
+    def gradients():
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
+
+    samples = torch.randint(0, 512, (4, 2, 1024), device="cuda")
+    expected = []
+    for ids in samples:
+        model.zero_grad()
+        expected.append((step(ids), gradients()))
+    captured = Captured(step, model.parameters())
+    for ids, (loss, gradient) in zip(samples, expected, strict=True):
+        model.zero_grad()
+        torch.testing.assert_close(captured(ids=ids), loss, rtol=1e-3, atol=0)
+        assert (gradients() - gradient).norm() < 1e-2 * gradient.norm()
+    captured(ids=samples[0])  # on top of the last
+    both = expected[0][1] + expected[3][1]
+    assert (gradients() - both).norm() < 1e-2 * both.norm()
+    model.zero_grad(set_to_none=False)
+    captured(ids=samples[1])
+    assert (gradients() - expected[1][1]).norm() < 1e-2 * expected[1][1].norm()
+    short = captured(ids=samples[0, :1, :512])  # another shape: begins anew
+    torch.testing.assert_close(short, step(samples[0, :1, :512]), rtol=1e-3, atol=0)
+    torch._dynamo.reset()

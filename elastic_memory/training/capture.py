@@ -1,0 +1,67 @@
+"""A training step's forward and backward pass as one CUDA graph, recorded once and replayed with new samples.
+
+A mechanism that goes block by block launches tens of thousands of small kernels a step, which Python cannot do as fast
+as a GPU runs them. Replayed, they follow each other without waiting.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from elastic_memory.shapes import Float, Tensor
+
+
+class Captured:
+    """`step`, which takes tensors by name, adds to the gradients of `parameters` and returns a loss.
+
+    Its first call runs as it is, which compiles and plans what a capture must find ready; the second is captured; all
+    further ones are replays. Inputs of other shapes begin anew. What the step reads must outlive it: weights do, and a
+    compiled model holds the operators of its memories.
+    """
+
+    def __init__(self, step: Callable[..., Float[Tensor, ""]], parameters: Iterable[torch.nn.Parameter]):
+        self.step = step
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.known: Any = None  # shapes of the inputs it has seen
+        self.graph: Any = None
+
+    def __call__(self, **inputs: Tensor) -> Float[Tensor, ""]:
+        """The step with these inputs; the loss is a tensor of its own."""
+        shapes = {name: (x.shape, x.dtype) for name, x in inputs.items()}
+        if self.known != shapes:
+            self.known, self.graph = shapes, None
+            return self.step(**inputs)
+        if self.graph is None:
+            self._capture(inputs)
+        self._attach()
+        for name, x in inputs.items():
+            self.inputs[name].copy_(x)
+        self.graph.replay()
+        return self.loss.clone()
+
+    def _capture(self, inputs: dict[str, Tensor]) -> None:
+        device = self.parameters[0].device
+        with torch.cuda.device(device):
+            self.inputs = {name: x.to(device, copy=True) for name, x in inputs.items()}
+            self.gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            self._attach()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=_pool(device)):
+                self.loss = self.step(**self.inputs)
+            self.graph = graph
+
+    def _attach(self) -> None:
+        """Gradients stay where they were when the step was captured; those dropped since then begin at zero."""
+        dropped = [(p, own) for p, own in zip(self.parameters, self.gradients, strict=True) if p.grad is not own]
+        if dropped:
+            torch._foreach_zero_([own for _, own in dropped])
+        for parameter, own in dropped:
+            parameter.grad = own
+
+
+@lru_cache
+def _pool(device: torch.device) -> Any:
+    """One for all: graphs run one after the other, and nothing of a pass is needed after it."""
+    return torch.cuda.graph_pool_handle()
