@@ -11,6 +11,7 @@ exact for such step functions, so what the paper builds from one matrix per toke
 Any start and any end will do: there is no longest history. See docs/equations.md for the paper's own formulas.
 """
 
+import importlib.util
 import itertools
 import math
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ import torch
 from elastic_memory.shapes import Float, Tensor
 
 METHODS = ("zoh", "forward", "backward", "bilinear")
+
+# Entries of a panel of polynomials. A GPU wants few long launches, a CPU what fits its caches.
+PANEL = {"cpu": 2**18, "cuda": 2**22}
 
 Device = torch.device | str | int | None
 
@@ -69,12 +73,18 @@ def transition(
     return transitions(order, torch.tensor([ratio], dtype=torch.float64, device=device))[0]
 
 
-def transitions(order: int, ratios: Float[Tensor, " ratio"]) -> Float[Tensor, "ratio order order"]:
-    """r^A for several ratios r = start/end in [0, 1] at once, in O(order^2) each.
+def transitions(
+    order: int, ratios: Float[Tensor, " ratio"], dtype: torch.dtype = torch.float64
+) -> Float[Tensor, "ratio order order"]:
+    """r^A for several ratios r = start/end in [0, 1] at once, in O(order^2) each, cast last.
 
     Row n holds the coefficients of phi_n(r u) in the basis phi_m(u). In z = 2u - 1 that is phi_n at r z + r - 1, and
     z phi_m = b_m phi_{m-1} + b_{m+1} phi_{m+1}; so Legendre's three-term recurrence carries rows n-1 and n to row n+1.
     """
+    if _fused(ratios):
+        from elastic_memory.kernels import sweeps
+
+        return sweeps.transitions(order, ratios, dtype)
     power = ratios.new_zeros(len(ratios), order, order)
     power[:, 0, 0] = ratios
     b = [m / math.sqrt(4 * m**2 - 1) for m in range(1, order)]
@@ -87,7 +97,7 @@ def transitions(order: int, ratios: Float[Tensor, " ratio"]) -> Float[Tensor, "r
             new[:, :n].addcmul_(last[:, 1:], reach[:, :n])
             new[:, :n].sub_(power[:, n - 1, :n], alpha=b[n - 1])
         new.div_(b[n])
-    return power
+    return power.to(dtype)
 
 
 def projection(
@@ -104,11 +114,14 @@ def projection(
     return projections(order, edges)
 
 
-def projections(order: int, edges: Float[Tensor, "... edge"]) -> Float[Tensor, "order ... token"]:
-    """Integrals of phi_n between neighbouring moments: the kernels of any number of blocks in one sweep over n."""
-    kernel = edges.new_empty(order, *edges.shape[:-1], edges.shape[-1] - 1)
-    for row, values in zip(kernel, _antiderivatives(order, edges), strict=True):
-        torch.sub(values[..., 1:], values[..., :-1], out=row)
+def projections(
+    order: int, edges: Float[Tensor, "... edge"], dtype: torch.dtype = torch.float64
+) -> Float[Tensor, "... order token"]:
+    """Integrals of phi_n between neighbouring moments: the kernels of any number of blocks in one sweep, cast last."""
+    kernel = edges.new_empty(*edges.shape[:-1], order, edges.shape[-1] - 1, dtype=dtype)
+    for rows, areas in _antiderivatives(order, edges.flatten()):
+        areas = areas.unflatten(1, edges.shape)
+        torch.sub(areas[..., 1:], areas[..., :-1], out=kernel.movedim(-2, 0)[rows])
     return kernel
 
 
@@ -116,10 +129,8 @@ def basis(order: int, u: Tensor | list[float], *, device: Device = None) -> Floa
     """R of eq. 7: phi_n at the moments `u` of the history, 0 its beginning and 1 now."""
     _check_order(order)
     u = _check_moments(u, device)
-    values = u.new_empty(order, len(u))
-    for n, (row, polynomial) in enumerate(zip(values, legendre(u), strict=False)):
-        torch.mul(polynomial, math.sqrt(2 * n + 1), out=row)
-    return values.T
+    values = next(legendre(u, order - 1))[1:]
+    return values.mul_(_roots(0, order, u.device)).T
 
 
 def integral(order: int, u: Tensor | list[float], *, device: Device = None) -> Float[Tensor, "point order"]:
@@ -127,8 +138,8 @@ def integral(order: int, u: Tensor | list[float], *, device: Device = None) -> F
     _check_order(order)
     u = _check_moments(u, device)
     values = u.new_empty(order, len(u))
-    for row, antiderivative in zip(values, _antiderivatives(order, u), strict=True):
-        row.copy_(antiderivative)
+    for rows, areas in _antiderivatives(order, u):
+        values[rows] = areas
     return values.T
 
 
@@ -170,25 +181,51 @@ def reconstruct(
     return (basis(len(state), u, device=device) @ coefficients).reshape(-1, *state.shape[1:])
 
 
-def legendre(u: Float[Tensor, "..."]) -> Iterator[Float[Tensor, "..."]]:
-    """P_0, P_1, P_2, ... at 2u - 1, without end: the one loop that everything else sweeps along."""
+def legendre(u: Float[Tensor, " point"], rows: int, shared: int = 2) -> Iterator[Float[Tensor, "row point"]]:
+    """P_{-1}, P_0, P_1, ... at 2u - 1 in panels without end: the one loop that everything else sweeps along.
+
+    A panel is the last `shared` rows of the one before and `rows` more, in the same memory: it is gone when the next
+    is asked for. P_{-1} = -1, which the recurrence never looks at, makes Phi_0 = u an integral like all others.
+    """
+    panel, known = u.new_empty(shared + rows, len(u)), 2
+    panel[0], panel[1] = -1, 1
+    for first in itertools.count(-1, rows):
+        _climb(panel[known - 2 :], u, first + known)
+        yield panel
+        panel[:shared] = panel[rows:].clone()
+        known = shared
+
+
+def _climb(panel: Float[Tensor, "row point"], u: Float[Tensor, " point"], degree: int) -> None:
+    """Fill all rows but the first two: P_degree, P_{degree+1}, ..."""
+    if _fused(u):
+        from elastic_memory.kernels import sweeps
+
+        return sweeps.climb(panel, u, degree)
     z = 2 * u - 1
-    previous, current = torch.zeros_like(z), torch.ones_like(z)
-    for n in itertools.count():
-        yield current
-        following = torch.mul(previous, -n / (n + 1)).addcmul_(z, current, value=(2 * n + 1) / (n + 1))
-        previous, current = current, following
+    below, here = panel[:2].unbind()
+    for n, row in enumerate(panel[2:].unbind(), degree):
+        torch.mul(below, (1 - n) / n, out=row).addcmul_(z, here, value=(2 * n - 1) / n)
+        below, here = here, row
 
 
-def _antiderivatives(order: int, u: Float[Tensor, "..."]) -> Iterator[Float[Tensor, "..."]]:
-    """Phi_0, Phi_1, ... at u: Phi_n = (P_{n+1} - P_{n-1}) / (2 sqrt(2n+1)), and Phi_0 = u."""
-    yield u
-    polynomials = legendre(u)
-    below, here = next(polynomials), next(polynomials)
-    for n in range(1, order):
-        above = next(polynomials)
-        yield (above - below).div_(2 * math.sqrt(2 * n + 1))
-        below, here = here, above
+def _antiderivatives(order: int, u: Float[Tensor, " point"]) -> Iterator[tuple[slice, Float[Tensor, "row point"]]]:
+    """Phi_0, Phi_1, ... at u, some rows at a time: Phi_n = (P_{n+1} - P_{n-1}) / (2 sqrt(2n+1))."""
+    rows = max(1, min(order, PANEL.get(u.device.type, PANEL["cpu"]) // max(1, len(u))))
+    for first, panel in zip(range(0, order, rows), legendre(u, rows), strict=False):
+        last = min(first + rows, order)
+        areas = panel[2 : last - first + 2] - panel[: last - first]
+        yield slice(first, last), areas.div_(2 * _roots(first, last, u.device))
+
+
+def _roots(first: int, last: int, device: Device) -> Float[Tensor, "order 1"]:
+    """sqrt(2n+1), as a column."""
+    return torch.arange(2 * first + 1, 2 * last, 2, dtype=torch.float64, device=device).sqrt()[:, None]
+
+
+def _fused(tensor: Tensor) -> bool:
+    """Whether kernels can do a loop over n in one launch; one by one, its steps would keep a GPU waiting."""
+    return tensor.is_cuda and importlib.util.find_spec("triton") is not None
 
 
 def _check_order(order: int) -> None:
@@ -205,13 +242,13 @@ def _check_times(start: int | float, end: int | float) -> None:
 
 
 def _check_moments(u: Tensor | list[float], device: Device) -> Float[Tensor, " point"]:
-    u = torch.as_tensor(u, dtype=torch.float64, device=device)
+    u = torch.as_tensor(u, dtype=torch.float64)
     if u.ndim != 1:
         raise ValueError(f"moments of shape {list(u.shape)}: a one-dimensional list of moments fits")
     if u.numel() and not bool(((u >= 0) & (u <= 1)).all()):
         outside = u[~((u >= 0) & (u <= 1))][0].item()
         raise ValueError(f"moment {outside}: moments run from 0, the first token, to 1, now")
-    return u
+    return u.to(device=device)  # checked where it came from: a GPU would have to be waited for
 
 
 def _check_signal(signal: Tensor, name: str) -> None:

@@ -12,7 +12,6 @@ checkpoints never hold them, and small caches forget those of blocks long gone.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, wraps
-from itertools import islice
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -20,18 +19,18 @@ import torch
 from elastic_memory import hippo, sampling
 from elastic_memory.shapes import Float, Tensor
 
-BATCH = 2**22  # entries of the float64 matrices built together for the recurrent road
+BATCH = 2**22  # entries of the float64 transitions built together for the recurrent road
 
 # What building W holds at once: so many tokens, and so many polynomials of them. A GPU wants few long launches, a CPU
 # what fits its caches.
-SWEEP = {"cpu": 2**13, "cuda": 2**16}
-PANEL = 64
+SWEEP = {"cpu": 2**13, "cuda": 2**15}
+PANEL = {"cpu": 64, "cuda": 256}
 
 CACHED = 4  # plans and the like; an unbounded cache would break the promise of constant memory
 
-# A stream builds the operators of its next blocks together: one sweep over n costs a GPU as many launches for one block
-# as for sixteen. So many bytes of them at most make a stretch.
-AHEAD = 2**26
+# A stream builds the operators of its next blocks together: one sweep over n takes as many launches for one block as
+# for several. So many bytes of them at most make a stretch, and are held.
+AHEAD = 2**25
 
 
 class Step(NamedTuple):
@@ -171,9 +170,8 @@ def _steps(first: int, count: int, order: int, size: int, device: torch.device, 
     """What writes each block."""
     blocks = torch.arange(first, first + count, dtype=torch.float64, device=device)
     edges = torch.arange(size + 1, dtype=torch.float64, device=device) + blocks[:, None] * size
-    projections = hippo.projections(order, edges / ((blocks + 1) * size)[:, None])
-    projections = projections.to(dtype).transpose(0, 1).contiguous()
-    transitions = hippo.transitions(order, blocks / (blocks + 1)).to(dtype)
+    projections = hippo.projections(order, edges / ((blocks + 1) * size)[:, None], dtype)
+    transitions = hippo.transitions(order, blocks / (blocks + 1), dtype)
     return tuple(Step(*pair) for pair in zip(transitions, projections, strict=True))
 
 
@@ -203,15 +201,11 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
     ratios = ratios / (ratios + 1)
     together = max(1, BATCH // order**2)
     for first in range(0, len(ratios), together):
-        transitions[first : first + together] = hippo.transitions(order, ratios[first : first + together])
+        transitions[first : first + together] = hippo.transitions(order, ratios[first : first + together], dtype)
 
-    projections = torch.empty(blocks - 1, order, size, device=device, dtype=dtype)
-    tokens = torch.arange(size + 1, dtype=torch.float64, device=device)
-    together = max(1, BATCH // (order * size))
-    for group in (read[first : first + together] for first in range(0, len(read), together)):
-        edges = torch.stack([(tokens + size * (block - 1)) / (size * block) for block in group])
-        projections[group[0] - 1 : group[-1]] = hippo.projections(order, edges).transpose(0, 1)
-
+    ends = size * torch.arange(1, blocks, dtype=torch.float64, device=device)[:, None]
+    edges = torch.arange(-size, 1, dtype=torch.float64, device=device) + ends
+    projections = hippo.projections(order, edges / ends, dtype)
     if not read:
         return Recurrent(transitions, projections, projections.new_empty(0, bank.points, order))
     moments = [bank.moments(size * block) for block in read]
@@ -238,49 +232,47 @@ def _direct(
     """
     weights = tuple(torch.empty(bank.points, history, device=device, dtype=dtype) for history in histories)
     moments = [bank.moments(history).to(device) for history in histories]
-    for pieces in _pieces(histories, SWEEP.get(device.type, SWEEP["cpu"])):
+    most, rows = (limit.get(device.type, limit["cpu"]) for limit in (SWEEP, PANEL))
+    for pieces in _pieces(histories, most):
         edges = [
             torch.arange(first, last + 1, dtype=torch.float64, device=device) / histories[which]
             for which, first, last in pieces
         ]
-        looks = [moments[which] for which, _, _ in pieces]
+        looks = torch.stack([moments[which] for which, _, _ in pieces])
         sums = [points.new_zeros(bank.points, len(points)) for points in edges]
-        sizes = [part.numel() for part in (*edges, *looks)]
-        for begin, panel in _panels(bank.order, torch.cat([part.flatten() for part in (*edges, *looks)])):
-            columns = panel.split(sizes, dim=1)
-            for total, values, seen, look in zip(sums, columns, columns[len(edges) :], looks, strict=False):
-                total.addmm_(_steepness(bank.order, begin, seen, look).T, values[2:-2])
+        sizes = [len(points) for points in edges]
+        for begin, panel in _panels(bank.order, torch.cat([*edges, looks.flatten()]), rows):
+            *values, seen = panel.split([*sizes, looks.numel()], dim=1)
+            steepness = _steepness(bank.order, begin, seen, looks)
+            for total, columns, slopes in zip(sums, values, steepness.unbind(1), strict=True):
+                total.addmm_(slopes.T, columns[2:-2])
         for (which, first, last), total in zip(pieces, sums, strict=True):
             # In strips, as the difference exists in float64 before it is cast.
-            for rows, strip in zip(total.split(PANEL), weights[which].split(PANEL), strict=True):
-                torch.sub(rows[:, 1:], rows[:, :-1], out=strip[:, first:last])
+            for part, strip in zip(total.split(rows), weights[which].split(rows), strict=True):
+                torch.sub(part[:, 1:], part[:, :-1], out=strip[:, first:last])
     return weights
 
 
-def _panels(order: int, u: Float[Tensor, " point"]) -> Iterator[tuple[int, Float[Tensor, "panel point"]]]:
-    """P_{begin-1} .. P_{begin+PANEL+2} at `u` for begin = 0, PANEL, ...: neighbouring panels share four rows."""
-    polynomials = hippo.legendre(u)
-    rows = [torch.zeros_like(u), *islice(polynomials, PANEL + 3)]  # P_{-1} = 0
-    for begin in range(0, order, PANEL):
-        yield begin, torch.stack(rows)
-        rows = [*rows[-4:], *islice(polynomials, PANEL)]
+def _panels(order: int, u: Float[Tensor, " point"], rows: int) -> Iterator[tuple[int, Float[Tensor, "panel point"]]]:
+    """P_{begin-1} .. P_{begin+rows+2} at `u` for begin = 0, rows, ...: neighbouring panels share four rows."""
+    return zip(range(0, order, rows), hippo.legendre(u, rows, shared=4), strict=False)
 
 
 def _steepness(
-    order: int, begin: int, panel: Float[Tensor, "row look"], look: Float[Tensor, "point ..."]
-) -> Float[Tensor, "panel point"]:
-    """(r[m-1] - r[m+1]) / 2 for m = begin + 1 .. begin + PANEL (see `_direct`), from a panel at moments or cells.
+    order: int, begin: int, panel: Float[Tensor, "row look"], looks: Float[Tensor, "piece point ..."]
+) -> Float[Tensor, "panel piece point"]:
+    """(r[m-1] - r[m+1]) / 2 for m = begin + 1, begin + 2, ... (see `_direct`), from a panel at moments or cells.
 
     r[n] is P_n at a moment; over a cell it is the mean of P_n, (P_{n+1} - P_{n-1}) / (2n+1) / 2 at its right end minus
     the same at its left end, by its width.
     """
-    n = torch.arange(begin, begin + len(panel) - 2, device=panel.device)[:, None]
-    if look.ndim == 1:
+    n = torch.arange(begin, begin + len(panel) - 2, device=panel.device)[:, None, None]
+    panel = panel.unflatten(1, looks.shape)
+    if looks.ndim == 2:
         r = panel[1:-1]
     else:
-        left, right = panel.unflatten(1, look.shape).unbind(2)
-        steps = right - left
-        r = (steps[2:] - steps[:-2]) / (2 * (2 * n + 1) * (look[:, 1] - look[:, 0]))
+        steps = panel[..., 1] - panel[..., 0]
+        r = (steps[2:] - steps[:-2]) / (2 * (2 * n + 1) * (looks[..., 1] - looks[..., 0]))
     r = torch.where(n < order, r, 0.0)
     return (r[:-2] - r[2:]) / 2
 
@@ -289,10 +281,10 @@ def _readers(
     order: int, moments: Float[Tensor, "reader point ..."], device: torch.device
 ) -> Float[Tensor, "reader point order"]:
     """R for several sets of moments or cells, in one sweep: the basis at a moment, its mean over a cell."""
-    flat = moments.flatten().to(device)
+    flat = moments.flatten()
     if moments.ndim == 2:
-        return hippo.basis(order, flat).unflatten(0, moments.shape)
-    left, right = hippo.integral(order, flat).unflatten(0, moments.shape).unbind(2)
+        return hippo.basis(order, flat, device=device).unflatten(0, moments.shape)
+    left, right = hippo.integral(order, flat, device=device).unflatten(0, moments.shape).unbind(2)
     return (right - left) / (moments[..., 1] - moments[..., 0]).to(device)[..., None]
 
 

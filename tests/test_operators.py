@@ -173,7 +173,7 @@ def test_equal_banks_share_and_old_blocks_are_forgotten():
 def test_two_streams_in_turns_do_not_rob_each_other(streams, monkeypatch):
     """Two models, or two rows of one: stretches are built once or twice each, not for every block; two are kept."""
     built, transitions, alive = [], hippo.transitions, []
-    monkeypatch.setattr(hippo, "transitions", lambda order, ratios: built.append(order) or transitions(order, ratios))
+    monkeypatch.setattr(hippo, "transitions", lambda order, *others: built.append(order) or transitions(order, *others))
     for block in range(64):
         for order, ahead in streams:
             start = 8 * (block + ahead)
