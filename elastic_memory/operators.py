@@ -29,8 +29,9 @@ PANEL = {"cpu": 64, "cuda": 256}
 CACHED = 4  # plans and the like; an unbounded cache would break the promise of constant memory
 
 # A stream builds the operators of its next blocks together: one sweep over n takes as many launches for one block as
-# for several. So many bytes of them at most make a stretch, and are held.
-AHEAD = 2**25
+# for several. So many bytes of them at most make a stretch, and are held: nine blocks of order 540, so that the last
+# two stretches have all eight blocks that a prompt passes in one layer before it comes to the next.
+AHEAD = 3 * 2**24
 
 
 class Step(NamedTuple):

@@ -25,7 +25,8 @@ def climb(panel: Float[Tensor, "row point"], u: Float[Tensor, " point"], degree:
     """Fill all rows but the first two with P_degree, P_{degree+1}, ... at 2u - 1; the first two hold those before."""
     rows, points = panel.shape
     if points and rows > 2:
-        _climb[(triton.cdiv(points, LANES),)](u, panel, degree, rows - 2, points, LANES=LANES, num_warps=WARPS)
+        with torch.cuda.device_of(u):
+            _climb[(triton.cdiv(points, LANES),)](u, panel, degree, rows - 2, points, LANES=LANES, num_warps=WARPS)
 
 
 @triton.jit(do_not_specialize=["degree", "rows", "points"])
@@ -62,7 +63,8 @@ def transitions(
     power = ratios.new_empty(len(ratios), order, order, dtype=dtype)
     if len(ratios):
         grid = (triton.cdiv(order, LANES), len(ratios))
-        _column[grid](ratios.contiguous(), power, order, LANES=LANES, num_warps=WARPS)
+        with torch.cuda.device_of(ratios):
+            _column[grid](ratios.contiguous(), power, order, LANES=LANES, num_warps=WARPS)
     return power
 
 
