@@ -69,34 +69,41 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
     record = {"table": "speed", "tier": tier, "environment": here, **plan, "cells": record.get("cells", {})}
     # Models in turns share the code that is compiled for each of them.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
-    for preset, columns in _by_preset(plan).items():
-        base: Any = None
-        for name, column in ((name, column) for column in columns for name in ROWS):
-            settings, exists, *_ = ROWS[name]
-            if column not in exists or f"{name}|{column}" in record["cells"]:
-                continue
-            base = base or build(preset, {"memory": "none"})
-            models = {"Transformer++": base}
-            if settings["memory"] != "none":
-                models[name] = build(preset, _sized(settings, column))
-            found = timed(models, plan)
-            record["cells"][f"{name}|{column}"] = dataclasses.asdict(found)
-            speed = f"{found.training * plan['length']:,.0f} tokens/s ({found.training_ratio:.3f})"
-            print(f"{name} {column}: {speed}", flush=True)
-            write_json(path, record)
+    base: Any = None
+    size: str | None = None
+    for preset, name, column in _order(plan):
+        if f"{name}|{column}" in record["cells"]:
+            continue
+        if preset != size:
+            base, size = None, preset  # frees the old one first
+            base = build(preset, {"memory": "none"})
+        models = {"Transformer++": base}
+        settings = ROWS[name][0]
+        if settings["memory"] != "none":
+            models[name] = build(preset, _sized(settings, column))
+        found = timed(models, plan)
+        record["cells"][f"{name}|{column}"] = dataclasses.asdict(found)
+        speed = f"{found.training * plan['length']:,.0f} tokens/s ({found.training_ratio:.3f})"
+        print(f"{name} {column}: {speed}", flush=True)
+        write_json(path, record)
     (out / f"speed-{tier}.md").write_text(table(record, "training").markdown())
     (out / f"inference-{tier}.md").write_text(table(record, "inference").markdown())
     return record
 
 
-def _by_preset(plan: dict[str, Any]) -> dict[str, list[str]]:
-    """Columns of each model size, smallest and largest memory first: an interrupted run has the ends."""
-    sizes: dict[str, list[str]] = {}
-    for column in ("1x", "16x", "200m", "400m", "2x", "4x", "8x"):
-        preset = plan["presets"].get(column, plan["presets"]["1x"] if column.endswith("x") else None)
-        if preset is not None:
-            sizes.setdefault(preset, []).append(column)
-    return sizes
+def _order(plan: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """All cells as (preset, row, column), so that an interrupted run has most of what matters.
+
+    Both kinds of elastic sampling run the same operations, so one of them comes last; model sizes stay together.
+    """
+    presets = plan["presets"] | dict.fromkeys(("2x", "4x", "8x", "16x"), plan["presets"]["1x"])
+    cells = [
+        (presets[column], name, column)
+        for column in ("1x", "16x", "2x", "4x", "8x", "200m", "400m")
+        for name, (_, exists, *_) in ROWS.items()
+        if column in exists and column in presets
+    ]
+    return sorted(cells, key=lambda cell: ROWS[cell[1]][0].get("sampling") == "uniform")
 
 
 def _sized(settings: dict[str, Any], column: str) -> dict[str, Any]:
@@ -109,18 +116,18 @@ def _sized(settings: dict[str, Any], column: str) -> dict[str, Any]:
 def build(preset: str, settings: dict[str, Any]) -> Any:
     """A model as it would be trained: on a GPU compiled, with padded heads."""
     cuda = torch.cuda.is_available()
-    model: Any = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(preset, **settings, pad_heads=cuda))
+    with torch.device("cuda" if cuda else "cpu"):  # a large model is drawn faster on a GPU
+        model: Any = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(preset, **settings, pad_heads=cuda))
     if cuda:
         torch.cuda.empty_cache()
-        model.cuda().compile_blocks()
+        model.compile_blocks()
     return model
 
 
 def timed(models: dict[str, Any], plan: dict[str, Any]) -> Throughput:
     """The last of the models, in turns with Transformer++ of the same size."""
-    return throughput(models, Workload(length=plan["length"], rows=plan["rows"], decoded=0, repeats=plan["repeats"]))[
-        -1
-    ]
+    work = Workload(length=plan["length"], rows=plan["rows"], decoded=0, steps=2, repeats=plan["repeats"])
+    return throughput(models, work)[-1]
 
 
 def table(record: dict[str, Any], kind: str) -> Table:

@@ -6,6 +6,7 @@ import torch
 import elastic_memory as em
 from elastic_memory.attention import trapezoidal
 from elastic_memory.commands.selfcheck import checks
+from elastic_memory.kernels import flash
 from elastic_memory.memory import MEMORIES
 from elastic_memory.model import decoder
 from elastic_memory.operators import Bank
@@ -19,8 +20,13 @@ def test_every_equivalence_of_selfcheck():
 
 
 @pytest.mark.parametrize("dim", [64, 90, 96, 128])
-@pytest.mark.parametrize("before", [0, 128, 512])
-def test_fused_attention_in_bf16(dim, before):
+@pytest.mark.parametrize("before", [0, 128, 512, 1000])
+@pytest.mark.parametrize("kernels", ["torch's", "FlashAttention-4"])
+def test_fused_attention_in_bf16(dim, before, kernels, monkeypatch):
+    if kernels == "torch's":
+        monkeypatch.setattr(flash, "fits", lambda query, key: False)
+    else:
+        pytest.importorskip("flash_attn.cute")
     generator = torch.Generator("cuda").manual_seed(0)
     make = lambda n: torch.randn(2, 8, n, dim, device="cuda", generator=generator)  # noqa: E731
     query, key, value = make(512), make(512 + before), make(512 + before)

@@ -18,6 +18,8 @@ def bench(
 ) -> None:
     """Time training, evaluation and decoding of every mechanism, as ratios to Transformer++ in the same process.
 
+    On a GPU as training would run them: compiled, which takes up to half a minute for each mechanism.
+
     elastic bench
 
     elastic bench --preset 100m --memory elastic --multiple 16 --out bench.json
@@ -33,12 +35,15 @@ def bench(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = preset or ("100m" if device == "cuda" else "tiny")
     names = ["none", *(name for name in memory or MEMORIES if name != "none")]
-    configs = {name: em.MemoryLlamaConfig.preset(size, memory=name, memory_multiple=multiple) for name in names}
+    shared: dict[str, Any] = {"memory_multiple": multiple, "pad_heads": device == "cuda"}
+    configs = {name: em.MemoryLlamaConfig.preset(size, memory=name, **shared) for name in names}
     block = configs["none"].block_size
     work = Workload(length=length or 16 * block, rows=rows, history=4 * block, decoded=32, repeats=repeats)
     models: dict[str, Any] = {name: em.MemoryLlamaForCausalLM(config) for name, config in configs.items()}
     for model in models.values():
         model.to(device)
+        if device == "cuda":
+            model.compile_blocks()
     timed = throughput(models, work)
 
     where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"

@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_memory.evaluation.losses import Model, empty_cache, evaluating
 from elastic_memory.shapes import Float, Int, Tensor
-from elastic_memory.training.capture import Captured
+from elastic_memory.training import capture
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Throughput:
 def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     """Samples per second of training steps and of evaluation, tokens per second of decoding.
 
-    A training step is forward, backward, clipping and AdamW on `work.rows` samples; in bfloat16 on a GPU, where that of
-    a compiled model is captured, as in training.
+    A training step is forward, backward, clipping and AdamW on `work.rows` samples; in bfloat16 on a GPU,
+    captured where training would.
     """
     if not models:
         raise ValueError("no models to time: the first is the one others are compared with")
@@ -60,14 +60,14 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
         name: torch.optim.AdamW(model.parameters(), lr=0.0, fused=_device(model).type == "cuda")
         for name, model in models.items()
     }
-    steps = {name: partial(_step, model) for name, model in models.items()}
+    steps: dict[str, Callable[..., Tensor]] = {name: partial(_step, model) for name, model in models.items()}
     peaks = {
         name: _peak(model, partial(_train, model, steps[name], ids[name], optimizers[name], 1), optimizers[name])
         for name, model in models.items()
     }
     for name, model in models.items():
-        if getattr(model, "compiled", False) and _device(model).type == "cuda":
-            steps[name] = Captured(steps[name], model.parameters())
+        if capture.gains(model):
+            steps[name] = capture.Captured(steps[name], model.parameters())
     kinds: dict[str, dict[str, Callable[[], float]]] = {
         name: {
             "training": partial(

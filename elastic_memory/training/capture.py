@@ -5,12 +5,21 @@ as a GPU runs them. Replayed, they follow each other without waiting.
 """
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from elastic_memory.shapes import Float, Tensor
+
+
+def gains(model: Any) -> bool:
+    """Whether to capture a model's steps: compiled and on a GPU, and some memory goes block by block.
+
+    Others keep a GPU busy as they are. Recomputation asks for the state of a random generator, which no graph knows.
+    """
+    if not (getattr(model, "compiled", False) and model.device.type == "cuda") or model.is_gradient_checkpointing:
+        return False
+    return not all(memory.parallel for memory in model.memories.values())
 
 
 class Captured:
@@ -48,7 +57,7 @@ class Captured:
             self.gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             self._attach()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=_pool(device)):
+            with torch.cuda.graph(graph):
                 self.loss = self.step(**self.inputs)
             self.graph = graph
 
@@ -59,9 +68,3 @@ class Captured:
             torch._foreach_zero_([own for _, own in dropped])
         for parameter, own in dropped:
             parameter.grad = own
-
-
-@lru_cache
-def _pool(device: torch.device) -> Any:
-    """One for all: graphs run one after the other, and nothing of a pass is needed after it."""
-    return torch.cuda.graph_pool_handle()

@@ -12,9 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
 
-from elastic_memory.training import checkpoints
+from elastic_memory.training import capture, checkpoints
 from elastic_memory.training.callbacks import Progress, SaveAndStop
-from elastic_memory.training.capture import Captured
 from elastic_memory.training.interrupts import Interrupts
 from elastic_memory.training.measures import Measures, memory_norms, whole
 from elastic_memory.training.order import Collate, ReadAhead, Schedule
@@ -99,7 +98,7 @@ class MemoryTrainer(Trainer):
         self.network = model  # as it is without any wrapping
         self.interrupts = interrupts
         self.skipped: str | None = None
-        self.captured: Captured | None = None
+        self.captured: capture.Captured | None = None
         args = arguments(run.recipe, run)
         self.measures = Measures(model, run.recipe, args)
         self.progress = Progress(run, args.max_steps)
@@ -178,8 +177,8 @@ class MemoryTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch, captured where that is possible."""
-        if self.captured is None and self._captures():
-            self.captured = Captured(partial(self._forward_and_backward, model), model.parameters())
+        if self.captured is None and self.args.world_size == 1 and capture.gains(self.network):
+            self.captured = capture.Captured(partial(self._forward_and_backward, model), model.parameters())
         if self.captured is not None:
             loss = self.captured(**inputs, num_items_in_batch=num_items_in_batch)
         else:
@@ -187,12 +186,6 @@ class MemoryTrainer(Trainer):
         self.measures.loss = self.measures.loss + loss
         # Trainer sums what is returned here and never recovers from a NaN; the true loss is in `measures`
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
-
-    def _captures(self) -> bool:
-        """Compiled steps of one process; recomputation asks for the state of a random generator, no graph tells it."""
-        execution = self.run.recipe.execution
-        alone = self.args.world_size == 1 and not self.is_fsdp_enabled
-        return execution.compile and alone and self.args.device.type == "cuda" and not execution.gradient_checkpointing
 
     def _forward_and_backward(self, model: nn.Module, num_items_in_batch: Any, **inputs: Any) -> torch.Tensor:
         return super().training_step(model, inputs, num_items_in_batch)

@@ -1,0 +1,79 @@
+"""Attention by FlashAttention-4, if it is installed: on Hopper and Blackwell faster than what torch brings along.
+
+Operations of their own, so that compiled graphs can hold them. Shapes are [batch, token, head, dim].
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from elastic_memory.shapes import Float, Tensor
+
+Tokens = Float[Tensor, "batch token head dim"]
+
+
+def fits(query: Tensor, key: Tensor) -> bool:
+    """Whether it can, and may, attend: its backward pass adds up in no fixed order."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or query.dtype != key.dtype:
+        return False
+    if query.shape[-1] % 8 or query.shape[-1] > 128 or torch.are_deterministic_algorithms_enabled():
+        return False
+    return _installed(str(query.device))
+
+
+@torch.compiler.assume_constant_result
+def _installed(device: str) -> bool:
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def causal(query: Tokens, key: Tokens, value: Tokens, scale: float | None = None) -> Tokens:
+    """The queries are the last of the keys' tokens: each sees itself and every key before it."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _forward(query, key, value, scale)[0]
+
+
+@torch.library.custom_op("elastic_memory::flash_forward", mutates_args=())
+def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    mixed, normaliser, *_ = _flash_attn_fwd(query, key, value, softmax_scale=scale, causal=True, return_lse=True)
+    return mixed, normaliser
+
+
+@torch.library.custom_op("elastic_memory::flash_backward", mutates_args=())
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, normaliser: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    parts = _flash_attn_bwd(query, key, value, mixed, gradient, normaliser, softmax_scale=scale, causal=True)
+    return parts[0], parts[1], parts[2]
+
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, _dim = query.shape
+    mixed = query.new_empty(batch, tokens, heads, value.shape[-1])
+    return mixed, query.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, normaliser: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.scale), None
+
+
+_forward.register_autograd(_gradients, setup_context=_remember)
