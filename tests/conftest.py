@@ -4,6 +4,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels on the CPU; asked for when triton is imported, as here
+
 from hypothesis import settings
 
 import elastic_memory as em

@@ -2,13 +2,20 @@
 
 Inside a block nothing changes but tensors: the token, its position, one more column of keys and values. So a step is
 captured once and replayed; when blocks close, rows are reordered or tokens taken back, the buffers are filled anew.
+
+Layers that are plain Llama but for columns of memory run on five kernels of our own (`kernels/decoding.py`), which look
+only at what a row sees; others on `MemoryLayer.decode`, which looks at a stretch of the block under a mask.
 """
 
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import nn
+from transformers.activations import ACT2FN
 
+from elastic_memory.memory import Memory
 from elastic_memory.model.stream import column_mask
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -16,8 +23,8 @@ if TYPE_CHECKING:
     from elastic_memory.model.cache import MemoryCache
 
 
-# A step looks at a whole number of such stretches of the block, as many as its rows have begun: looking at the empty
-# rest of a block would double what a step reads. One graph for each number.
+# With a mask, a step looks at a whole number of such stretches of the block, as many as its rows have begun: looking at
+# the empty rest of a block would double what a step reads. One graph for each number.
 STRETCH = 256
 
 
@@ -40,43 +47,50 @@ class Decoder:
         self.tokens = ids.new_zeros(len(ids), self.size)
         self.rope = backbone.rope().at(torch.arange(self.size, device=ids.device))
         self.begun = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device)
+        self.counts = ids.new_zeros(len(self.streams), len(ids))
         self.remembered = [self._remembered(stream) for stream in self.streams]
         self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
         self.readings = [stream.reading and tuple(part.clone() for part in stream.reading) for stream in self.streams]
         self.shapes, self.settled = self._shapes(cache), self.conditions(backbone)
+        self.kernels = _kernels(ids.device)
+        self.fused = [self.kernels is not None and _is_plain(layer, backbone) for layer in backbone.layers]
+        stretch = self.size if all(self.fused) else STRETCH
+        self.reaches = [min(reach, self.size) for reach in range(stretch, self.size + stretch, stretch)]
         self.graphs: dict[int, Any] = {}  # by columns of the block that are looked at: (graph, hidden states)
+        self.pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # one for all, as they run in turns
 
     @classmethod
     def fill(cls, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"], old: Self | None) -> Self:
         """A decoder that continues `cache`: the `old` one with new contents, if its shapes still fit."""
         fits = old is not None and old.shapes == cls._shapes(cache) and old.settled == cls.conditions(backbone)
         decoder = old if old is not None and fits else cls(backbone, cache, ids)
-        if not decoder.graphs and ids.is_cuda:
-            with torch.cuda.device(ids.device):
-                decoder._capture()  # runs the step, so what the buffers hold comes after it
         decoder._take(cache)
         return decoder
 
     def __call__(self, ids: Int[Tensor, "batch 1"], opened: int) -> Float[Tensor, "batch 1 width"]:
         """Hidden states of the next token of each row, the longest of which has `opened` tokens in its block."""
         self.ids.copy_(ids)
-        reach = next(reach for reach in self._reaches() if opened < reach)
-        if reach not in self.graphs:
+        reach = next(reach for reach in self.reaches if opened < reach)
+        if not ids.is_cuda:
             return self._step(reach)
+        if reach not in self.graphs:
+            with torch.cuda.device(ids.device):
+                self._capture(reach)
         graph, hidden = self.graphs[reach]
         graph.replay()
         return hidden.clone()
 
-    def _reaches(self) -> list[int]:
-        """Numbers of columns of the block that a step may look at."""
-        return [min(reach, self.size) for reach in range(STRETCH, self.size + STRETCH, STRETCH)]
-
     def _step(self, reach: int) -> Float[Tensor, "batch 1 width"]:
         self.tokens.scatter_(1, self.positions, self.ids)
-        rope = tuple(table[0][self.positions] for table in self.rope)
-        hidden, shared = self.backbone.residual(self.backbone.embed_tokens(self.ids)), {}
+        hidden = self.backbone.residual(self.backbone.embed_tokens(self.ids))
+        shared: dict[Any, Any] = {}  # among layers that need them: rotary positions and masks
         for index, (layer, stream) in enumerate(zip(self.backbone.layers, self.streams, strict=True)):
+            if self.fused[index]:
+                hidden = self._fused(index, hidden)
+                continue
             memory, before = stream.memory_columns, stream.front - stream.memory_columns
+            if "rope" not in shared:
+                shared["rope"] = tuple(table[0][self.positions] for table in self.rope)
             if (memory, before) not in shared:
                 local = torch.arange(-before, reach, device=self.ids.device)
                 remembered = self.remembered[index][:, :memory]
@@ -86,24 +100,52 @@ class Decoder:
             columns, mask = shared[memory, before]
             visible = None if stream.memory.joins else self.remembered[index]
             hidden = layer.decode(
-                hidden, rope, self.positions, columns, self.buffers[index], mask, self.readings[index], visible,
+                hidden, shared["rope"], self.positions, columns, self.buffers[index], mask, self.readings[index],
+                visible,
             )  # fmt: skip
         self.positions.add_(1)
-        return self.backbone.norm(hidden)
+        if not all(self.fused):
+            return self.backbone.norm(hidden)
+        norm = self.backbone.norm
+        return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
-    def _capture(self) -> None:
-        """Warm up on a stream of its own, as CUDA graphs ask, then record; one pool for all, as they run in turns."""
-        side, pool = _side_stream(self.ids.device), torch.cuda.graph_pool_handle()
-        for reach in self._reaches():
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self.positions.zero_()
-                self._step(reach)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                hidden = self._step(reach)
-            self.graphs[reach] = graph, hidden
+    def _fused(self, index: int, hidden: Float[Tensor, "batch 1 width"]) -> Float[Tensor, "batch 1 width"]:
+        """A layer by kernels of our own."""
+        layer, stream, buffers, kernels = (
+            self.backbone.layers[index],
+            self.streams[index],
+            self.buffers[index],
+            self.kernels,
+        )
+        attention, mlp, norm, second = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+        weights = (getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj"))
+        qkv = kernels.project(hidden, norm.weight, norm.variance_epsilon, *weights)
+        rows = self.positions, self.counts[index], self.begun
+        parts = kernels.attend(
+            qkv, self.rope, rows, buffers, stream.front, stream.memory_columns, attention.scaling,
+        )  # fmt: skip
+        hidden = kernels.merge(*parts, attention.o_proj.weight, hidden)
+        inner = kernels.expand(hidden, second.weight, second.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight)
+        hidden = kernels.contract(inner, mlp.down_proj.weight, hidden)
+        if "output" in buffers:
+            buffers["output"].scatter_(1, self.positions[:, :, None].expand_as(hidden), hidden)
+        return hidden
+
+    def _capture(self, reach: int) -> None:
+        """Warm up on a stream of its own, as CUDA graphs ask, then record.
+
+        What the warm-up writes, the step writes again: the same into the same column, once its clock is set back.
+        """
+        side = _side_stream(self.ids.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step(reach)
+            self.positions.sub_(1)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            hidden = self._step(reach)
+        self.graphs[reach] = graph, hidden
 
     def _take(self, cache: "MemoryCache") -> None:
         """Copy what the cache holds into the buffers, and let the cache hold the buffers."""
@@ -115,6 +157,7 @@ class Decoder:
             self.tokens[:, :width].copy_(cache.tokens[:, :width])
         if cache.tokens is not None or not any(cache.opened):  # what was fed as embeddings has no ids
             cache.tokens = self.tokens
+        self.counts.copy_(torch.tensor([stream.counts for stream in cache.streams]))
         for index, stream in enumerate(cache.streams):
             stream.move(self.buffers[index])
             self.remembered[index].copy_(self._remembered(stream))
@@ -147,3 +190,38 @@ class Decoder:
             (len(stream.counts), stream.front, [part.shape for part in stream.reading or ()])
             for stream in cache.streams
         ]
+
+
+def _kernels(device: torch.device) -> Any:
+    """The kernels of our own, where they run."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from elastic_memory.kernels import decoding
+
+    return decoding
+
+
+def _is_plain(layer: Any, backbone: Any) -> bool:
+    """Whether our kernels compute this layer: Llama's parts in one precision, and a memory of further columns at most.
+
+    Not in float16: what they multiply is not normalised yet, and might be beyond its range.
+    """
+    attention, mlp, memory = layer.self_attn, layer.mlp, layer.memory
+    norms = (layer.input_layernorm, layer.post_attention_layernorm, backbone.norm)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    products = [getattr(part, name, None) for part, own in zip((attention, mlp), names, strict=True) for name in own]
+    if not all(type(product) is nn.Linear and product.bias is None for product in products):
+        return False
+    if not all(type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon") for norm in norms):
+        return False
+    weights = [module.weight for module in (*products, *norms, backbone.embed_tokens)]
+    device, dtype = weights[-1].device, weights[-1].dtype
+    return (
+        dtype in (torch.bfloat16, torch.float32)
+        and all(weight.dtype == dtype and weight.is_contiguous() for weight in weights)
+        and not torch.is_autocast_enabled(device.type)
+        and isinstance(mlp.act_fn, (nn.SiLU, type(ACT2FN["silu"])))
+        and not hasattr(attention, "q_norm")
+        and (memory.joins or not memory.start(1, "meta"))
+        and type(memory).prepare is Memory.prepare
+    )
