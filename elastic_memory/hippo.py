@@ -23,8 +23,9 @@ from elastic_memory.shapes import Float, Tensor
 
 METHODS = ("zoh", "forward", "backward", "bilinear")
 
-# Entries of a panel of polynomials. A GPU wants few long launches, a CPU what fits its caches.
-PANEL = {"cpu": 2**18, "cuda": 2**22}
+# Numbers that one operation of a sweep handles. A GPU wants few long launches; a CPU what fits its caches and is too
+# little to wake other threads for.
+AT_ONCE = {"cpu": 2**15, "cuda": 2**22}
 
 Device = torch.device | str | int | None
 
@@ -119,9 +120,10 @@ def projections(
 ) -> Float[Tensor, "... order token"]:
     """Integrals of phi_n between neighbouring moments: the kernels of any number of blocks in one sweep, cast last."""
     kernel = edges.new_empty(*edges.shape[:-1], order, edges.shape[-1] - 1, dtype=dtype)
+    by_row = kernel.movedim(-2, 0)
     for rows, areas in _antiderivatives(order, edges.flatten()):
         areas = areas.unflatten(1, edges.shape)
-        torch.sub(areas[..., 1:], areas[..., :-1], out=kernel.movedim(-2, 0)[rows])
+        torch.sub(areas[..., 1:], areas[..., :-1], out=by_row[rows])
     return kernel
 
 
@@ -130,7 +132,7 @@ def basis(order: int, u: Tensor | list[float], *, device: Device = None) -> Floa
     _check_order(order)
     u = _check_moments(u, device)
     values = next(legendre(u, order - 1))[1:]
-    return values.mul_(_roots(0, order, u.device)).T
+    return values.mul_(_roots(order, u.device)).T
 
 
 def integral(order: int, u: Tensor | list[float], *, device: Device = None) -> Float[Tensor, "point order"]:
@@ -211,16 +213,19 @@ def _climb(panel: Float[Tensor, "row point"], u: Float[Tensor, " point"], degree
 
 def _antiderivatives(order: int, u: Float[Tensor, " point"]) -> Iterator[tuple[slice, Float[Tensor, "row point"]]]:
     """Phi_0, Phi_1, ... at u, some rows at a time: Phi_n = (P_{n+1} - P_{n-1}) / (2 sqrt(2n+1))."""
-    rows = max(1, min(order, PANEL.get(u.device.type, PANEL["cpu"]) // max(1, len(u))))
-    for first, panel in zip(range(0, order, rows), legendre(u, rows), strict=False):
-        last = min(first + rows, order)
-        areas = panel[2 : last - first + 2] - panel[: last - first]
-        yield slice(first, last), areas.div_(2 * _roots(first, last, u.device))
+    some = min(order, max(1, AT_ONCE.get(u.device.type, AT_ONCE["cpu"]) // max(1, len(u))))
+    rows = some * -(-8 // some)  # a panel repeats two rows of the last: not worth it for one more
+    twice = 2 * _roots(order, u.device)
+    for begin, panel in zip(range(0, order, rows), legendre(u, rows), strict=False):
+        for first in range(begin, min(begin + rows, order), some):
+            last = min(first + some, order)
+            below, above = panel[first - begin : last - begin], panel[first - begin + 2 : last - begin + 2]
+            yield slice(first, last), (above - below).div_(twice[first:last])
 
 
-def _roots(first: int, last: int, device: Device) -> Float[Tensor, "order 1"]:
+def _roots(order: int, device: Device) -> Float[Tensor, "order 1"]:
     """sqrt(2n+1), as a column."""
-    return torch.arange(2 * first + 1, 2 * last, 2, dtype=torch.float64, device=device).sqrt()[:, None]
+    return torch.arange(1, 2 * order, 2, dtype=torch.float64, device=device).sqrt()[:, None]
 
 
 def _fused(tensor: Tensor) -> bool:

@@ -80,8 +80,8 @@ def test_values_and_areas(order, both, device, monkeypatch):
     u = moments(device)
     within = 1e-15 * max(order, 10)
     close(*both(lambda: hippo.basis(order, u)), within)
-    for entries in (1, 20 * len(u), 10**6):  # panels of one row, of twenty, and of all
-        monkeypatch.setitem(hippo.PANEL, device, entries)
+    for entries in (1, 20 * len(u), 10**6):  # rows one by one, twenty, and all at once
+        monkeypatch.setitem(hippo.AT_ONCE, device, entries)
         close(*both(lambda: hippo.integral(order, u)), within)
 
 
