@@ -194,7 +194,8 @@ def legendre(u: Float[Tensor, " point"], rows: int, shared: int = 2) -> Iterator
     for first in itertools.count(-1, rows):
         _climb(panel[known - 2 :], u, first + known)
         yield panel
-        panel[:shared] = panel[rows:].clone()
+        for row in range(shared):
+            panel[row] = panel[row + rows]
         known = shared
 
 
