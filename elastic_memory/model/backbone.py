@@ -115,7 +115,7 @@ class MemoryBackbone(Mixed):
         batch, columns = source.shape[:2]
         cache.begin(batch, source.device)
         rows = _padded_rows(mask, columns)
-        probed = any(layer.self_attn.corrupt is not None for layer in self.layers)
+        probed = any([attention.corrupt is not None for attention in cache.attentions])
         if cache.static and columns == 1 and ids is not None and rows is None and not probed:
             return self._decode(ids, cache)
         cache.decoding = False
@@ -180,7 +180,9 @@ class MemoryBackbone(Mixed):
 
     def _decode(self, ids: Int[Tensor, "batch 1"], cache: MemoryCache) -> Float[Tensor, "batch 1 width"]:
         """One token of each row by the cache's decoder, which is filled anew whenever blocks close."""
-        ready = cache.decoding and cache.decoder is not None and cache.decoder.settled == Decoder.conditions(self)
+        ready = (
+            cache.decoding and cache.decoder is not None and cache.decoder.settled == Decoder.conditions(self, cache)
+        )
         if cache.decoder is None or not ready or cache.block_size in cache.opened:
             rope = self.rope()
             cache.refresh(rope)

@@ -38,7 +38,9 @@ class MemoryCache(Cache):
         self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.static = static
         backbone = model.base_model
+        # Lists of their own: every token asks them, and modules are slow to find.
         self.memories = [layer.memory for layer in backbone.layers]
+        self.attentions = [layer.self_attn for layer in backbone.layers]
         self.locality = backbone.layers[0].locality
         self.block_size = 2**62 if self.locality.kind == "full" else self.locality.block_size
         self.reset()

@@ -47,11 +47,11 @@ class Decoder:
         self.tokens = ids.new_zeros(len(ids), self.size)
         self.rope = backbone.rope().at(torch.arange(self.size, device=ids.device))
         self.begun = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device)
-        self.counts = ids.new_zeros(len(self.streams), len(ids))
+        self.counts = [torch.zeros_like(ids) for _ in self.streams]
         self.remembered = [self._remembered(stream) for stream in self.streams]
         self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
         self.readings = [stream.reading and tuple(part.clone() for part in stream.reading) for stream in self.streams]
-        self.shapes, self.settled = self._shapes(cache), self.conditions(backbone)
+        self.shapes, self.settled = self._shapes(cache), self.conditions(backbone, cache)
         self.kernels = _kernels(ids.device)
         self.fused = [self.kernels is not None and _is_plain(layer, backbone) for layer in backbone.layers]
         stretch = self.size if all(self.fused) else STRETCH
@@ -62,7 +62,7 @@ class Decoder:
     @classmethod
     def fill(cls, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"], old: Self | None) -> Self:
         """A decoder that continues `cache`: the `old` one with new contents, if its shapes still fit."""
-        fits = old is not None and old.shapes == cls._shapes(cache) and old.settled == cls.conditions(backbone)
+        fits = old is not None and old.shapes == cls._shapes(cache) and old.settled == cls.conditions(backbone, cache)
         decoder = old if old is not None and fits else cls(backbone, cache, ids)
         decoder._take(cache)
         return decoder
@@ -157,9 +157,9 @@ class Decoder:
             self.tokens[:, :width].copy_(cache.tokens[:, :width])
         if cache.tokens is not None or not any(cache.opened):  # what was fed as embeddings has no ids
             cache.tokens = self.tokens
-        self.counts.copy_(torch.tensor([stream.counts for stream in cache.streams]))
         for index, stream in enumerate(cache.streams):
             stream.move(self.buffers[index])
+            self.counts[index].copy_(torch.tensor(stream.counts)[:, None])
             self.remembered[index].copy_(self._remembered(stream))
             if stream.reading:
                 for ours, theirs in zip(self.readings[index], stream.reading, strict=True):
@@ -177,11 +177,11 @@ class Decoder:
         return torch.arange(columns, device=self.ids.device) < counts[:, None]
 
     @staticmethod
-    def conditions(backbone: Any) -> list[Any]:
+    def conditions(backbone: Any, cache: "MemoryCache") -> list[Any]:
         """What a captured step depends on besides the cache: weights, precision, and how memories are read."""
         weight = backbone.embed_tokens.weight
         autocast = torch.is_autocast_enabled(weight.device.type) and torch.get_autocast_dtype(weight.device.type)
-        return [weight.data_ptr(), weight.dtype, autocast, *(layer.memory.retrieval for layer in backbone.layers)]
+        return [weight.data_ptr(), weight.dtype, autocast, *[memory.retrieval for memory in cache.memories]]
 
     @staticmethod
     def _shapes(cache: "MemoryCache") -> list[Any]:
