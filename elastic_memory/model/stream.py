@@ -165,7 +165,7 @@ class LayerStream:
 
     def close(self, rows: list[int], block: Block, seen: int, host: Host, window: tuple[Tensor, Tensor] | None) -> None:
         """Write `block` of `rows` into the state, read for the next block, and clear what the rows had open."""
-        state = self.memory.write(tuple(part[rows] for part in self.state), block, seen)
+        state = self.memory.write(tuple(self._of(rows, part) for part in self.state), block, seen)
         self.state = tuple(_put(old, rows, new) for old, new in zip(self.state, state, strict=True))
         reading = self.memory.read(state, seen + block.key.shape[2], host)
         kept = self.open_tokens() if len(rows) < len(self.counts) else {}
@@ -175,6 +175,10 @@ class LayerStream:
             pairs = zip(old, window, strict=True)
             self.window = tuple(_put(a.to(b.dtype), rows, b) for a, b in pairs)  # type: ignore[assignment]
         self.reopen(kept)
+
+    def _of(self, rows: list[int], part: Tensor) -> Tensor:
+        """Some rows of a tensor; all of them without a list of indices, for which a GPU would have to be waited for."""
+        return part if len(rows) == len(self.counts) else part[rows]
 
     def pass_blocks(self, key: Tensor, value: Tensor, seen: int, host: Host) -> list[Reading]:
         """Fold whole blocks of all rows, which have one clock and nothing open, into memory; what each reads."""
