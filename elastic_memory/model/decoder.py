@@ -111,19 +111,13 @@ class Decoder:
 
     def _fused(self, index: int, hidden: Float[Tensor, "batch 1 width"]) -> Float[Tensor, "batch 1 width"]:
         """A layer by kernels of our own."""
-        layer, stream, buffers, kernels = (
-            self.backbone.layers[index],
-            self.streams[index],
-            self.buffers[index],
-            self.kernels,
-        )
+        kernels, layer = self.kernels, self.backbone.layers[index]
+        stream, buffers = self.streams[index], self.buffers[index]
         attention, mlp, norm, second = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         weights = (getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj"))
         qkv = kernels.project(hidden, norm.weight, norm.variance_epsilon, *weights)
-        rows = self.positions, self.counts[index], self.begun
-        parts = kernels.attend(
-            qkv, self.rope, rows, buffers, stream.front, stream.memory_columns, attention.scaling,
-        )  # fmt: skip
+        rows, memory = (self.positions, self.counts[index], self.begun), stream.memory_columns
+        parts = kernels.attend(qkv, self.rope, rows, buffers, stream.front, memory, attention.scaling)
         hidden = kernels.merge(*parts, attention.o_proj.weight, hidden)
         inner = kernels.expand(hidden, second.weight, second.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight)
         hidden = kernels.contract(inner, mlp.down_proj.weight, hidden)
