@@ -142,20 +142,20 @@ def _attend(
     d, member = tl.arange(0, FEATURES), tl.arange(0, MEMBERS)
     head, kv_row = kv_head * GROUP + member, row.to(tl.int64) * KV_HEADS + kv_head
     real = (member < GROUP)[:, None] & (d < DIM)[None, :]
-    _wait(EARLY)
+
+    # What the row sees: its columns of memory, then those from `first` to the new one. Settled before the step began.
     position, count = tl.load(positions + row).to(tl.int32), tl.load(counts + row).to(tl.int32)
+    first = tl.where((memory < front) & tl.load(begun + row), memory + position + 1, front)
+    new = front + position
+    seen = count + new - first
+    begin, end = seen * split // SPLITS, seen * (split + 1) // SPLITS
+    _wait(EARLY)
     qkv += row * (HEADS + 2 * KV_HEADS) * DIM
     cos += position * DIM
     sin += position * DIM
     query = _rotated(qkv, cos, sin, head[:, None], d[None, :], DIM, real)
     keys += kv_row * room * DIM
     values += kv_row * room * DIM
-
-    # What the row sees: its columns of memory, then those from `first` to the new one.
-    first = tl.where((memory < front) & tl.load(begun + row), memory + position + 1, front)
-    new = front + position
-    seen = count + new - first
-    begin, end = seen * split // SPLITS, seen * (split + 1) // SPLITS
 
     top = tl.full((MEMBERS,), float("-inf"), tl.float32)
     total = tl.zeros((MEMBERS,), tl.float32)
