@@ -10,7 +10,8 @@ launches are all that counts.
 
 Products read each weight once and share the units (rows of the weight) among programs. One row is multiplied and summed
 on a tile as long as the row; more rows go through tensor cores, piece by piece. The norm's factor is the same for a
-whole row, so it is applied behind the product: a program sees its input once, not twice.
+whole row, so a single one has it applied behind the product, and a program sees its input once, not twice. Several rows
+have a kernel of their own for it, as tensor cores are fed from memory without a detour.
 
 On Hopper and later a kernel starts before the one ahead has ended (`EARLY`): its launch, and with one row its weights,
 arrive while that one still works. Nothing that a kernel writes may be touched by the next before `_wait`.
@@ -111,9 +112,11 @@ def _project(
             if ROWS == 1:
                 _wait(EARLY)
             x = _rows_of(hidden, row, column, batch, WIDTH)
-            x, squares = _normed(x, gain, column, squares, WIDTH)
+            if ROWS == 1:
+                x, squares = _normed(x, gain, column, squares, WIDTH)
             total = _add_product(total, x, tile)
-        total *= tl.rsqrt(tl.sum(squares, 1) / WIDTH + epsilon)[:, None]
+        if ROWS == 1:
+            total *= tl.rsqrt(tl.sum(squares, 1) / WIDTH + epsilon)[:, None]
         place = row[:, None] * (QUERY + 2 * KEY) + first + unit[None, :]
         tl.store(out + place, total.to(out.dtype.element_ty), mask=(row < batch)[:, None] & (unit < units)[None, :])
 
@@ -249,10 +252,12 @@ def _expand(
         if ROWS == 1:
             _wait(EARLY)
         x = _rows_of(hidden, row, column, batch, WIDTH)
-        x, squares = _normed(x, gain, column, squares, WIDTH)
+        if ROWS == 1:
+            x, squares = _normed(x, gain, column, squares, WIDTH)
         gate, up = _add_product(gate, x, gate_tile), _add_product(up, x, up_tile)
-    factor = tl.rsqrt(tl.sum(squares, 1) / WIDTH + epsilon)[:, None]
-    gate, up = gate * factor, up * factor
+    if ROWS == 1:
+        factor = tl.rsqrt(tl.sum(squares, 1) / WIDTH + epsilon)[:, None]
+        gate, up = gate * factor, up * factor
     _put(out, gate * tl.sigmoid(gate) * up, row, unit, batch, INNER)
 
 
@@ -301,11 +306,17 @@ def _grid(batch: int, units: int, cut: dict[str, int]) -> tuple[int, int]:
     return triton.cdiv(units, cut["UNITS"]), triton.cdiv(batch, cut["ROWS"])
 
 
+def _normed_rows(hidden: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """Several rows after their norm; a single one gets it inside the product."""
+    return hidden if len(hidden) == 1 else torch.nn.functional.rms_norm(hidden, gain.shape, gain, epsilon)
+
+
 def project(
     hidden: Tensor, gain: Tensor, epsilon: float, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor
 ) -> Tensor:
     """Queries, keys and values of hidden states [batch, 1, width], side by side: [batch, features]."""
     batch, width, query, key = len(hidden), hidden.shape[-1], len(q_weight), len(k_weight)
+    hidden = _normed_rows(hidden, gain, epsilon)
     out, cut = hidden.new_empty(batch, query + 2 * key), _cut(batch, width)
     blocks, groups = _grid(batch, query, cut)
     _project[blocks, 3, groups](
@@ -359,6 +370,7 @@ def merge(mixed: Tensor, sums: Tensor, weight: Tensor, residual: Tensor) -> Tens
 def expand(hidden: Tensor, gain: Tensor, epsilon: float, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
     """The MLP's inner units, SiLU(gate) * up, of hidden states [batch, 1, width]: [batch, unit]."""
     batch, (inner, width) = len(hidden), gate_weight.shape
+    hidden = _normed_rows(hidden, gain, epsilon)
     out, cut = hidden.new_empty(batch, inner), _cut(batch, width)
     _expand[_grid(batch, inner, cut)](
         hidden, gain, epsilon, gate_weight, up_weight, out, batch, width, inner, **cut, **_early(hidden)

@@ -117,7 +117,7 @@ def test_a_gpu_agrees_with_a_cpu_at_full_size(order):
         ours = hippo.transition(order, ratio, 1.0, device="cuda")
         close(ours.cpu(), hippo.transition(order, ratio, 1.0), 1e-13)
     u = moments("cpu")
-    within = 1e-15 * order
+    within = 4e-15 * order  # sums of products round once or twice
     close(hippo.basis(order, u, device="cuda").cpu(), hippo.basis(order, u), within)
     close(hippo.integral(order, u, device="cuda").cpu(), hippo.integral(order, u), within)
     close(hippo.projection(order, 2048, 4096, device="cuda").cpu(), hippo.projection(order, 2048, 4096), within)

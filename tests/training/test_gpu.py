@@ -69,7 +69,7 @@ def test_killed_and_resumed_on_a_gpu(corpus, tmp_path, mode):
 def test_a_captured_step_is_the_step(memory):
     """Losses and gradients of replays, with gradients dropped, kept and zeroed in between."""
     torch.manual_seed(0)
-    config = em.MemoryLlamaConfig.preset("tiny", memory=memory, block_size=128, initializer_range=0.05)
+    config = em.MemoryLlamaConfig.preset("tiny", memory=memory, block_size=128, head_dim=64, initializer_range=0.05)
     model = em.MemoryLlamaForCausalLM(config).cuda()
     model.compile_blocks()
 
