@@ -84,7 +84,8 @@ def part_of(operation: str, shapes: list, kernel: str, config: em.MemoryLlamaCon
 
 def measured(preset: str, memory: str, rows: int, length: int, steps: int) -> dict:
     config = em.MemoryLlamaConfig.preset(preset, memory=memory, pad_heads=True)
-    model = em.MemoryLlamaForCausalLM(config).cuda().train()
+    with torch.device("cuda"):
+        model = em.MemoryLlamaForCausalLM(config).train()
     model.compile_blocks()
     ids = torch.randint(0, config.vocab_size, (rows, length), device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)

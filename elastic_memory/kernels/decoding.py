@@ -31,6 +31,7 @@ Tensor = torch.Tensor
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 256  # about two for each multiprocessor of an H200: rows are split until there are as many
+SPLITS = 16  # at most: every program of the output projection reads them all
 
 
 @triton.jit
@@ -292,7 +293,7 @@ def _early(x: Tensor) -> dict[str, Any]:
 def _cut(batch: int, columns: int) -> dict[str, int]:
     """The tiles of a product with `columns` terms: one row at full length, or enough rows for tensor cores."""
     if batch == 1:
-        return {"ROWS": 1, "UNITS": 8, "COLUMNS": min(triton.next_power_of_2(columns), 2048), "num_warps": 8}
+        return {"ROWS": 1, "UNITS": 8, "COLUMNS": min(triton.next_power_of_2(columns), 2048), "num_warps": 4}
     rows = 16 if batch <= 16 else 32
     return {"ROWS": rows, "UNITS": 16, "COLUMNS": min(_padded(columns), 128), "num_warps": 4, "num_stages": 4}
 
@@ -342,7 +343,7 @@ def attend(
     """
     batch, kv_heads, room, dim = buffers["key"].shape
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, batch * kv_heads)), 16)
+    splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, batch * kv_heads)), SPLITS)
     mixed, sums = qkv.new_empty(splits, batch, heads, dim), qkv.new_empty(splits, batch, heads, dtype=torch.float32)
     _attend[batch, kv_heads, splits](
         qkv, *rope, *rows, buffers["key"], buffers["value"], buffers.get("raw"), mixed, sums, scale * LOG2E, batch,
