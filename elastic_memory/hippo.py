@@ -11,7 +11,6 @@ exact for such step functions, so what the paper builds from one matrix per toke
 Any start and any end will do: there is no longest history. See docs/equations.md for the paper's own formulas.
 """
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from numbers import Integral, Real
 
 import torch
 
+from elastic_memory.kernels import triton_runs_on
 from elastic_memory.shapes import Float, Tensor
 
 METHODS = ("zoh", "forward", "backward", "bilinear")
@@ -231,7 +231,7 @@ def _roots(order: int, device: Device) -> Float[Tensor, "order 1"]:
 
 def _fused(tensor: Tensor) -> bool:
     """Whether kernels can do a loop over n in one launch; one by one, its steps would keep a GPU waiting."""
-    return tensor.is_cuda and importlib.util.find_spec("triton") is not None
+    return triton_runs_on(tensor.device)
 
 
 def _check_order(order: int) -> None:

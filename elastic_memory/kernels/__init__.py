@@ -1,1 +1,28 @@
-"""Hand-written Triton kernels: faster roads to numbers that plain torch code gives too."""
+"""Kernels written by hand, and those of others: faster roads to numbers that plain torch code gives too."""
+
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether kernels in Triton can."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def agrees(what: str, error: Callable[[], float], within: float) -> bool:
+    """Whether kernels may be used: their relative error, measured here, against plain code.
+
+    For what training relies on and newer packages, drivers or chips could silently break.
+    """
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            found = error()
+    except Exception as exception:  # whatever a compiler or a driver says: plain code goes on
+        warnings.warn(f"{what} do not run here, plain code does instead: {exception}", stacklevel=2)
+        return False
+    if not found <= within:
+        warnings.warn(f"{what} are off by {found:.1e} here, plain code runs instead", stacklevel=2)
+    return found <= within

@@ -294,7 +294,7 @@ def _cut(batch: int, columns: int) -> dict[str, int]:
     """The tiles of a product with `columns` terms: one row at full length, or enough rows for tensor cores."""
     if batch == 1:
         return {"ROWS": 1, "UNITS": 8, "COLUMNS": min(triton.next_power_of_2(columns), 2048), "num_warps": 4}
-    rows = 16 if batch <= 16 else 32
+    rows = min(_padded(batch), 64)
     return {"ROWS": rows, "UNITS": 16, "COLUMNS": min(_padded(columns), 128), "num_warps": 4, "num_stages": 4}
 
 
@@ -344,12 +344,13 @@ def attend(
     batch, kv_heads, room, dim = buffers["key"].shape
     heads = qkv.shape[1] // dim - 2 * kv_heads
     splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, batch * kv_heads)), SPLITS)
+    stages = 2 if splits == 1 else 3  # many rows keep the chip busy by their number: smaller programs, more of them
     mixed, sums = qkv.new_empty(splits, batch, heads, dim), qkv.new_empty(splits, batch, heads, dtype=torch.float32)
     _attend[batch, kv_heads, splits](
         qkv, *rope, *rows, buffers["key"], buffers["value"], buffers.get("raw"), mixed, sums, scale * LOG2E, batch,
         room, front, memory, heads, heads // kv_heads, dim, "raw" in buffers, splits,
         MEMBERS=_padded(heads // kv_heads), FEATURES=_padded(dim),
-        KEYS=64 * 2 // qkv.element_size(), num_warps=4, num_stages=3, **_early(qkv),
+        KEYS=64 * 2 // qkv.element_size(), num_warps=4, num_stages=stages, **_early(qkv),
     )  # fmt: skip
     return mixed, sums
 

@@ -8,13 +8,13 @@ only at what a row sees; others on `MemoryLayer.decode`, which looks at a stretc
 """
 
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from elastic_memory.kernels import triton_runs_on
 from elastic_memory.memory import Memory
 from elastic_memory.model.stream import column_mask
 from elastic_memory.shapes import Float, Int, Tensor
@@ -188,7 +188,7 @@ class Decoder:
 
 def _kernels(device: torch.device) -> Any:
     """The kernels of our own, where they run."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not triton_runs_on(device):
         return None
     from elastic_memory.kernels import decoding
 

@@ -1,6 +1,7 @@
 """Llama, its layers replaced: `MemoryLlamaForCausalLM`, and the mixin that does the same for other such models."""
 
 import copy
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,7 +17,7 @@ from elastic_memory.model.backbone import MemoryBackbone, Mixed
 from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
-from elastic_memory.model.loss import next_token_loss
+from elastic_memory.model.loss import next_token_loss, summed_loss
 from elastic_memory.model.padding import PaddedRotary, pad_heads
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -90,7 +91,7 @@ class MemoryCausalLM(Mixed):
                 setattr(layer, name, MethodType(torch.compile(getattr(MemoryLayer, name), **steps), layer))
         model = self.base_model
         model.last_norm = MethodType(torch.compile(MemoryBackbone.last_norm, **options), model)
-        self._loss = torch.compile(next_token_loss, **options)
+        self._loss = partial(next_token_loss, summed=torch.compile(summed_loss, **options))
 
     @property
     def compiled(self) -> bool:

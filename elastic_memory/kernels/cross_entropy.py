@@ -1,0 +1,82 @@
+"""Cross-entropy of rows of logits, which become their own gradient on the way: each is read once and written once.
+
+A program takes one row. It reads it twice, but finds it in the cache the second time.
+"""
+
+# Constants of the compiled program are in capitals, as Triton has it.
+# ruff: noqa: N803
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from elastic_memory.kernels import agrees
+from elastic_memory.shapes import Float, Int, Tensor
+
+IGNORED = tl.constexpr(-100)
+LOG2E = tl.constexpr(1.4426950408889634)
+PIECE, WARPS = 8192, 16  # logits that a program handles at once
+
+
+def losses(
+    logits: Float[Tensor, "row vocabulary"], labels: Int[Tensor, " row"], differentiate: bool
+) -> Float[Tensor, " row"]:
+    """Each row's loss in float32; 0 where the label is -100, NaN where there is no such logit.
+
+    If `differentiate`, logits are overwritten.
+    """
+    rows, vocabulary = logits.shape
+    found = logits.new_empty(rows, dtype=torch.float32)
+    if rows:
+        piece = min(PIECE, triton.next_power_of_2(vocabulary))
+        with torch.cuda.device_of(logits):
+            _losses[(rows,)](logits, labels, found, vocabulary, differentiate, PIECE=piece, num_warps=WARPS)
+    return found
+
+
+@triton.jit
+def _losses(logits, labels, found, vocabulary, DIFFERENTIATE: tl.constexpr, PIECE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocabulary
+    label = tl.load(labels + row)
+    counted = label != IGNORED
+    top, total = float("-inf"), 0.0
+    for start in range(0, vocabulary, PIECE):
+        place = start + tl.arange(0, PIECE)
+        x = tl.load(logits + place, mask=place < vocabulary, other=float("-inf")).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, tl.max(x))
+        total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(x - higher))
+        top = higher
+    normaliser = top + tl.log2(total)
+    exists = (label >= 0) & (label < vocabulary)
+    own = tl.load(logits + label, mask=exists, other=float("nan")).to(tl.float32) * LOG2E
+    tl.store(found + row, tl.where(counted, (normaliser - own) / LOG2E, 0.0))
+    if DIFFERENTIATE:
+        for start in range(0, vocabulary, PIECE):
+            place = start + tl.arange(0, PIECE)
+            x = tl.load(logits + place, mask=place < vocabulary, other=0.0).to(tl.float32) * LOG2E
+            slope = tl.exp2(x - normaliser) - tl.where(place == label, 1.0, 0.0)
+            slope = tl.where(counted, slope, 0.0).to(logits.dtype.element_ty)
+            tl.store(logits + place, slope, mask=place < vocabulary)
+
+
+@lru_cache
+def works(device: torch.device) -> bool:
+    """Whether it agrees with torch's own."""
+    return agrees("kernels for cross-entropy", lambda: _error(device), within=1e-4)
+
+
+def _error(device: torch.device) -> float:
+    generator = torch.Generator(device).manual_seed(0)
+    logits = (4 * torch.randn(64, 1000, device=device, generator=generator)).requires_grad_()
+    labels = torch.randint(0, 1000, (64,), device=device, generator=generator).index_fill_(
+        0, torch.arange(3, device=device), -100
+    )
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    (slopes,) = torch.autograd.grad(expected.sum(), logits)
+    ours = logits.detach().clone()
+    found = losses(ours, labels, True)
+    pairs = ((found, expected.detach()), (ours, slopes))
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)

@@ -1,0 +1,89 @@
+"""The loss whose logits become their own gradient, against torch's."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from elastic_memory.kernels import cross_entropy
+from elastic_memory.model import loss as module
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return torch.device(request.param)
+
+
+def close(actual, expected, dtype) -> None:
+    assert (actual.float() - expected.float()).norm() <= TOLERANCE[dtype] * expected.float().norm()
+
+
+def samples(device, rows, vocabulary, dtype):
+    generator = torch.Generator().manual_seed(rows + vocabulary)
+    logits = (5 * torch.randn(rows, vocabulary, generator=generator)).to(device, dtype)
+    labels = torch.randint(0, vocabulary, (rows,), generator=generator).to(device)
+    labels[::3] = -100
+    return logits, labels
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 2), (7, 61), (5, 8192), (4, 20_001)])
+def test_losses_and_slopes(rows, vocabulary, dtype, device):
+    logits, labels = samples(device, rows, vocabulary, dtype)
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, labels, reduction="none")
+    (slopes,) = torch.autograd.grad(expected.sum(), exact)
+    before = logits.clone()
+    close(cross_entropy.losses(logits, labels, differentiate=False), expected, torch.float32)
+    assert torch.equal(logits, before)
+    close(cross_entropy.losses(logits, labels, differentiate=True), expected, torch.float32)
+    close(logits, slopes, dtype)
+    assert not logits[labels == -100].any()
+
+
+def test_extremes_and_strangers(device):
+    """Huge logits do not overflow, -inf weighs nothing, and a label without a logit is noticed."""
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 0.0, 0.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]], device=device)
+    labels = torch.tensor([1, 2, 3, -7], device=device)
+    found = cross_entropy.losses(logits, labels, differentiate=False)
+    torch.testing.assert_close(found[:2].cpu(), torch.tensor([2e4, 0.6931472]))
+    assert found[2:].isnan().all()
+
+
+@pytest.mark.parametrize("piece", [6, 100])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_loss_and_its_gradients(piece, narrow, device, monkeypatch):
+    """Of hidden states and head, in pieces and whole, with a count of somebody else's, and twice."""
+    monkeypatch.setattr(module, "_piece_size", lambda head: piece)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 11, 16, generator=generator).to(device).requires_grad_()
+    head = torch.randn(37, 16, generator=generator).to(device).requires_grad_()
+    labels = torch.randint(0, 37, (2, 11), generator=generator).to(device)
+    labels[0, 4:6] = -100
+    results = []
+    for fits in (True, False):
+        monkeypatch.setattr(module, "_kernel_fits", lambda hidden, head, fits=fits: fits)
+        with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
+            loss = module.next_token_loss(hidden, head, labels, items=13)
+        gradients = [torch.autograd.grad(3 * loss, (hidden, head), retain_graph=True) for _ in range(2)]
+        results.append((loss, *gradients[0], *gradients[1]))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        close(ours, theirs, torch.bfloat16 if narrow else torch.float32)
+    with torch.no_grad():
+        close(module.next_token_loss(hidden, head, labels, items=13), results[1][0], torch.bfloat16)
+
+
+def test_it_is_checked_before_use(device, monkeypatch):
+    assert cross_entropy._error(device) < 1e-5
+    monkeypatch.setattr(cross_entropy, "_losses", None)
+    with pytest.warns(UserWarning, match="plain code does instead"):
+        assert not cross_entropy.works.__wrapped__(device)
