@@ -4,7 +4,7 @@ VENV   ?= .venv
 RUN    := $(VENV)/bin/python -m
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-faults test-gpu check bench clean help
+.PHONY: demo test test-slow test-faults test-gpu check bench bench-gpu clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -39,6 +39,15 @@ check: $(READY)  ## lint, types, import order of the tree, shapes of the mathema
 
 bench: $(READY)  ## a short version of the benchmarks
 	$(VENV)/bin/elastic bench
+
+H200 := benchmarks/results/$$what-h200-$(shell date +%F).json
+bench-gpu:       ## every figure of docs/speed.md, on a machine with one H200: half an hour
+	PYTHONPATH=. $(PYTHON) benchmarks/operators.py --device cuda --out benchmarks/results
+	what=decoding; PYTHONPATH=. $(PYTHON) benchmarks/decoding.py --preset 100m --rows 1 8 64 --out $(H200)
+	what=streaming; PYTHONPATH=. $(PYTHON) benchmarks/streaming.py --preset 100m --batches 1 64 --full --out $(H200)
+	what=roofline; PYTHONPATH=. $(PYTHON) benchmarks/roofline.py --presets 100m 200m 400m --out $(H200)
+	what=peers; PYTHONPATH=. $(PYTHON) benchmarks/peers.py --packages peers --out $(H200)
+	PYTHONPATH=. $(PYTHON) -m elastic_memory.cli reproduce speed --tier paper
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -25,3 +25,13 @@ def test_peers_measures_ours_and_goes_on_after_a_failure(tmp_path):
         assert rows[name]["tokens_per_s"] > 0, rows[name]
         assert rows[name]["ratio"] == rows[name]["tokens_per_s"] / rows["Transformer++"]["tokens_per_s"]
     assert rows[fails]["failed"] and rows[fails]["failed"] in done.stdout
+
+
+def test_decoding_times_the_plain_step(tmp_path):
+    out = tmp_path / "decoding.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "decoding.py"), "--rows", "1", "2", "--repeats", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--out", str(out)], capture_output=True, timeout=300, env=environment, check=True)
+    assert [(run["rows"], run["step_us"]["plain"] > 0) for run in json.loads(out.read_text())["runs"]] == [
+        (1, True), (2, True),
+    ]  # fmt: skip

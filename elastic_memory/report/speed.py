@@ -24,7 +24,8 @@ def newest(root: Path, what: str) -> dict[str, Any]:
 
 def headline(root: Path) -> str:
     """What the tables come to, in a sentence."""
-    training = {(row["memory"], row["multiple"]): row for row in newest(root, "training")["rows"] if row["in_turns"]}
+    rows = [row for row in newest(root, "training")["rows"] if row["in_turns"] and "attention" not in row]
+    training = {(row["memory"], row["multiple"]): row for row in rows}
     peers = {row["name"]: row for row in newest(root, "peers")["peers"]}
     stream = newest(root, "streaming-h200")["runs"][0]["rows"]  # captured steps of one row
     ours, theirs = peers["Transformer++"], peers["transformers Llama"]
@@ -46,6 +47,7 @@ def training(root: Path) -> str:
         [
             f"{row['memory']} {row['multiple']}x" if row["memory"] != "none" else "none",
             "padded to 96" if row["pad_heads"] else "90",
+            row.get("attention", "torch's"),
             f"{row['tokens_per_second'] / 1e3:.0f}k",
             f"{row['ratio_to_none']:.3f}",
             "yes" if row["in_turns"] else "no",
@@ -53,7 +55,7 @@ def training(root: Path) -> str:
         ]
         for row in record["rows"]
     ]
-    columns = ["memory", "head dimension", "tokens/s", "ratio", "in turns", "commit"]
+    columns = ["memory", "head dimension", "attention", "tokens/s", "ratio", "in turns", "commit"]
     note = f"{record['what']}. {record['device']}, torch {record['torch']}, {record['date']}."
     return Table("Training at 100m", columns, rows, note).markdown()
 
