@@ -29,8 +29,8 @@ CHANGES = [
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
 
 
-def start(corpus, out, mode, *options):
-    recipe = RECIPES / "small" / "elastic.yaml"
+def start(corpus, out, mode, *options, memory="elastic"):
+    recipe = RECIPES / "small" / f"{memory}.yaml"
     command = [sys.executable, "-c", "from elastic_memory.cli import main; main()", "train", str(recipe)]
     keys = [word for key in CHANGES for word in ("--set", key)]
     command += ["--data", str(corpus), "--out", str(out), *keys, *options]
@@ -63,6 +63,17 @@ def test_killed_and_resumed_on_a_gpu(corpus, tmp_path, mode):
         assert same_weights(whole, killed)
     if mode == "fsdp2":
         assert any(killed.glob("checkpoints/*/pytorch_model_fsdp_0")), "the checkpoint is sharded"
+
+
+def test_a_captured_run_is_the_run(corpus, tmp_path):
+    """Micro-batches, clipping, steps and checkpoints around the graph of a memory that goes block by block."""
+    losses = []
+    for name, compiled in (("plain", "false"), ("captured", "true")):
+        changes = ["--set", f"execution.compile={compiled}", "--set", "training.tokens=10240"]
+        assert start(corpus, tmp_path / name, "fast", *changes, memory="melodi").wait() == 0
+        losses.append([line["loss"] for line in lines(only_run(tmp_path / name))])
+    assert len(losses[0]) == 10
+    assert losses[0] == pytest.approx(losses[1], abs=2e-2)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
