@@ -56,6 +56,7 @@ def evaluate(
     from elastic_memory.evaluation.loading import check_tokenizer, load_model
     from elastic_memory.evaluation.longppl import Settings
     from elastic_memory.evaluation.metrics import Conditions, Task
+    from elastic_memory.evaluation.record import with_progress, write_record
     from elastic_memory.evaluation.rows import Spread
 
     metrics = metric or ["ppl"]
@@ -89,26 +90,11 @@ def evaluate(
         partial=out.with_name(f".{out.name}.partial") if out else None,
         identity={"data": rows.fingerprint, "split": split} if rows is not None else {},
     )
-    results = _with_progress(task, metrics)
+    results = with_progress(task, metrics)
     _show(results)
     if out and task.partial:
-        _write(out, checkpoint, task, rows, results)
+        write_record(out, checkpoint, task, rows, results)
         shutil.rmtree(task.partial, ignore_errors=True)
-
-
-def _with_progress(task: Any, metrics: list[str]) -> dict[str, Any]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from elastic_memory.evaluation.metrics import evaluate as run
-
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bars = {
-            name: progress.add_task(name, total=len(task.rows) * (len(task.protocols) if name == "ppl" else 1))
-            for name in metrics
-        }
-        return run(task, metrics, lambda name, count: progress.advance(bars[name], count))
 
 
 def _show(results: dict[str, Any]) -> None:
@@ -137,44 +123,3 @@ def _cell(value: Any, number: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(number, value[:8])) + (" ..." if len(value) > 8 else "")
     return number(value) if isinstance(value, float) else str(value)
-
-
-def _write(out: Path, checkpoint: str, task: Any, rows: Any, results: dict[str, Any]) -> None:
-    import torch
-    import transformers
-
-    from elastic_memory.training.environment import environment
-    from elastic_memory.training.files import write_json
-
-    device = next(task.model.parameters()).device
-    out.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "checkpoint": Path(checkpoint).name if Path(checkpoint).exists() else checkpoint,
-        "memory": task.model.memory_report() if hasattr(task.model, "memory_report") else [],
-        "parameters": sum(weight.numel() for weight in task.model.parameters()),
-        "data": rows and {
-            "split": rows.split,
-            "sha256": rows.fingerprint,
-            "tokenizer": rows.manifest["tokenizer"]["sha256"],
-            "length": rows.length,
-            "rows": len(task.rows),
-        },
-        "conditions": dataclasses.asdict(task.conditions),
-        "precision": "bfloat16 autocast" if device.type == "cuda" else str(next(task.model.parameters()).dtype),
-        "log_softmax": "float32",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        **environment(),
-        "metrics": {name: _plain(result) for name, result in results.items()},
-    }  # fmt: skip
-    write_json(out, content)
-
-
-def _plain(result: Any) -> Any:
-    if isinstance(result, dict):
-        return {key: _plain(value) for key, value in result.items()}
-    if isinstance(result, list):
-        return [_plain(value) for value in result]
-    # Positions of key tokens lie in the folder of keys.
-    return {key: value for key, value in dataclasses.asdict(result).items() if key != "keys"}

@@ -1,0 +1,63 @@
+"""An evaluation as its user sees it: bars while it runs, and a record of everything the numbers depend on."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from elastic_memory.data import Samples
+from elastic_memory.evaluation.metrics import Task, evaluate
+from elastic_memory.training.environment import environment
+from elastic_memory.training.files import write_json
+
+
+def with_progress(task: Task, metrics: Sequence[str]) -> dict[str, Any]:
+    """Each metric's result by name, with a bar for each on standard error."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bars = {
+            name: progress.add_task(name, total=len(task.rows) * (len(task.protocols) if name == "ppl" else 1))
+            for name in metrics
+        }
+        return evaluate(task, metrics, lambda name, count: progress.advance(bars[name], count))
+
+
+def write_record(out: Path, checkpoint: str, task: Task, rows: Samples | None, results: dict[str, Any]) -> None:
+    """Write the results as JSON, with hashes, precision, versions and commit."""
+    device = next(task.model.parameters()).device
+    out.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "checkpoint": Path(checkpoint).name if Path(checkpoint).exists() else checkpoint,
+        "memory": task.model.memory_report() if hasattr(task.model, "memory_report") else [],
+        "parameters": sum(weight.numel() for weight in task.model.parameters()),
+        "data": rows and {
+            "split": rows.split,
+            "sha256": rows.fingerprint,
+            "tokenizer": rows.manifest["tokenizer"]["sha256"],
+            "length": rows.length,
+            "rows": len(task.rows),
+        },
+        "conditions": dataclasses.asdict(task.conditions),
+        "precision": "bfloat16 autocast" if device.type == "cuda" else str(next(task.model.parameters()).dtype),
+        "log_softmax": "float32",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **environment(),
+        "metrics": {name: _plain(result) for name, result in results.items()},
+    }  # fmt: skip
+    write_json(out, content)
+
+
+def _plain(result: Any) -> Any:
+    if isinstance(result, dict):
+        return {key: _plain(value) for key, value in result.items()}
+    if isinstance(result, list):
+        return [_plain(value) for value in result]
+    # Positions of key tokens lie in the folder of keys.
+    return {key: value for key, value in dataclasses.asdict(result).items() if key != "keys"}
