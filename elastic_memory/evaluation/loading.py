@@ -1,6 +1,8 @@
 """Checkpoints from disk or the hub, and the tokenizers that belong to them."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,26 @@ def load_model(path: str) -> Any:
 
     A model that was saved with an attached memory gets it back.
     """
-    name = model_folder(path)
-    model: Any
-    try:
-        config = AutoConfig.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, config=config)
-    except OSError as error:
-        raise FileNotFoundError(f"{path}: {str(error).splitlines()[0]}") from None
+    config = load_config(path)
+    with _missing(path):
+        model: Any = AutoModelForCausalLM.from_pretrained(model_folder(path), config=config)
     if getattr(config, SAVED, None):
         model = attach_memory(model)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def load_config(path: str) -> Any:
+    """The configuration of such a model, which is soon there and says whether the model is."""
+    with _missing(path):
+        return AutoConfig.from_pretrained(model_folder(path))
+
+
+@contextmanager
+def _missing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileNotFoundError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
 def model_folder(path: str) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,14 +17,16 @@ from typing import Any
 
 import torch
 
+import elastic_memory as em
 from elastic_memory.data import Samples, prepare, samples
-from elastic_memory.evaluation.loading import load_model
+from elastic_memory.evaluation.loading import load_config, load_model
 from elastic_memory.evaluation.longppl import Settings
 from elastic_memory.evaluation.metrics import Conditions, Task
 from elastic_memory.evaluation.record import with_progress, write_record
 from elastic_memory.evaluation.rows import Spread
+from elastic_memory.training.build import build_config
 from elastic_memory.training.corpus import data_hash, fit
-from elastic_memory.training.recipe import Recipe, load_recipe
+from elastic_memory.training.recipe import Recipe, Training, load_recipe
 from elastic_memory.training.runs import Run
 from elastic_memory.training.session import Resume, train
 from elastic_memory.training.strict import read_json
@@ -96,21 +99,38 @@ class Lab:
                 f"--out {out / 'runs'}` first: a run that lies there is not trained again"
             )
         self.name, self.tier, self.out, self.data, self.given = tier, TIERS[tier], out, data, reference
-        self.folder, self.run = cache(self._folder), cache(self._run)  # both read files, for each of many cells
+        if reference:
+            load_config(reference)
+        # a model has many cells, and each of these takes a while
+        self.folder, self.run, self.counted = cache(self._folder), cache(self._run), cache(self._counted)
+
+    def require(self, corpora: Iterable[str]) -> None:
+        """Refuse before hours of work: rows to train and to measure on, and the reference, must be there."""
+        if self.data is None and self.tier.text:
+            return
+        folders = [(self.data or Path("DATA")) / corpus for corpus in dict.fromkeys(corpora)]
+        missing = [folder for folder in folders if not (folder / "manifest.json").exists()]
+        if missing:
+            how = f"--tokenizer meta-llama/Llama-2-7b-hf --length {self.training.length}"
+            commands = "; ".join(f"elastic prepare {folder.name} {how} --out {folder}" for folder in missing)
+            raise FileNotFoundError(
+                f"tier {self.name} needs rows in {', '.join(map(str, missing))}: {commands}; "
+                f"then --data {folders[0].parent}"
+            )
+        for folder in folders:
+            samples(folder, "test")
+
+    @property
+    def training(self) -> Training:
+        """What all runs of the tier have in common."""
+        return self.recipe(Trained(memory="none")).training
 
     def _folder(self, corpus: str) -> Path:
         """The prepared rows of a corpus."""
-        length = self.recipe(Trained(memory="none")).training.length
-        if self.data is None and self.tier.text:
-            folder = self.out / "data" / f"{self.tier.text}-{length}"
-            prepare(self.tier.text, folder, tokenizer="bytes", length=length)
-            return folder
-        folder = (self.data or Path("DATA")) / corpus
-        if not (folder / "manifest.json").exists():
-            raise FileNotFoundError(
-                f"no rows of {corpus} in {folder}, which tier {self.name} needs: elastic prepare {corpus} --tokenizer "
-                f"meta-llama/Llama-2-7b-hf --length {length} --out {folder}, then --data {folder.parent}"
-            )
+        if self.data is not None or not self.tier.text:
+            return (self.data or Path("DATA")) / corpus
+        folder = self.out / "data" / f"{self.tier.text}-{self.training.length}"
+        prepare(self.tier.text, folder, tokenizer="bytes", length=self.training.length)
         return folder
 
     def recipe(self, model: Trained) -> Recipe:
@@ -124,6 +144,18 @@ class Lab:
         """The run of a model, whether it was trained or not."""
         rows = samples(self.folder(model.corpus))
         return Run(self.out / "runs", fit(self.recipe(model), rows), data_hash(rows))
+
+    def _counted(self, model: Trained) -> dict[str, int]:
+        """Floats of memory and added parameters of the whole model, as the paper counts them, and the order."""
+        config = build_config(self.recipe(model))
+        plain = type(config).from_dict(config.to_dict() | {"pad_heads": False})
+        with torch.device("meta"):
+            report = em.MemoryLlamaForCausalLM(plain).memory_report()
+        return {
+            "memory": sum(line["state_floats"] for line in report),
+            "added": sum(line["extra_parameters"] for line in report),
+            "order": plain.memory_order,
+        }
 
     def train(self, model: Trained) -> None:
         """Train a model that is not there yet, or is there in part."""

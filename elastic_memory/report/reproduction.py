@@ -10,13 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import elastic_memory as em
 from elastic_memory.evaluation.metrics import Conditions
 from elastic_memory.report.lab import Lab, Trained, read_kept
 from elastic_memory.report.tables import Table
-from elastic_memory.training.build import build_config
 from elastic_memory.training.environment import environment
 from elastic_memory.training.files import write_json, write_text
 from elastic_memory.training.session import tell
@@ -69,11 +65,13 @@ class Experiment:
         path = out / f"{self.name}-{tier}.json"
         _check_earlier(path, self.name, tier)
         lab = Lab(tier, out, data, reference)
+        lab.require(cell.corpus for *_, cell, _ in self.cells() if SHOWS[cell.shows])
         work = self._work(lab)
         kept = sum(lab.run(model).finished for model, _ in work)
         tell(f"{self.name}, tier {tier}: {len(work)} models, {kept} of them trained before")
         for number, (model, cells) in enumerate(work, 1):
-            tell(f"model {number} of {len(work)}: {lab.run(model).folder.name}")
+            run = lab.run(model)
+            tell(f"model {number} of {len(work)}: {run.folder.name}{', kept' if run.finished else ''}")
             lab.train(model)
             for cell in cells:
                 for metric in SHOWS[cell.shows]:
@@ -125,30 +123,25 @@ def _entry(lab: Lab, row: str, column: str, cell: Cell, paper: str) -> dict[str,
     values: dict[str, float | int | None] = {}
     measured: dict[str, dict[str, Any] | None] = {}
     if not SHOWS[cell.shows]:
-        values[cell.shows] = _counted(build_config(run.recipe))[cell.shows]
+        values[cell.shows] = lab.counted(cell.model)[cell.shows]
     for metric in SHOWS[cell.shows]:
         path = lab.measurement(cell.model, cell.conditions, metric)
         record = read_kept(path) if path.exists() else None
         values[metric], measured[metric] = _result(record, metric) if record else (None, None)
     places = len(paper.split(" / ")[0].partition(".")[2])
     ours = " / ".join(_number(value, places) for value in values.values())
-    training = run.recipe.training
+    result = read_kept(run.result) if run.finished else {}
     return {
-        "row": row, "column": column, "text": f"{ours} [{paper}]", "paper": paper, "values": values,
-        "run": run.folder.name, "corpus": cell.corpus, "seed": training.seed, "tokens": training.tokens,
+        "row": row,
+        "column": column,
+        "text": f"{ours} [{paper}]",
+        "paper": paper,
+        "values": values,
+        "corpus": cell.corpus,
+        "run": run.folder.name,
+        "seed": run.recipe.training.seed,
+        "trained": {key: result.get(key) for key in ("tokens", "commit", "machine")},
         "measured": measured,
-    }  # fmt: skip
-
-
-def _counted(config: Any) -> dict[str, int]:
-    """What a model says of its memory, as the paper counts it."""
-    plain = type(config).from_dict(config.to_dict() | {"pad_heads": False})
-    with torch.device("meta"):
-        report = em.MemoryLlamaForCausalLM(plain).memory_report()
-    return {
-        "memory": sum(line["state_floats"] for line in report),
-        "added": sum(line["extra_parameters"] for line in report),
-        "order": plain.memory_order,
     }
 
 
@@ -175,18 +168,23 @@ def _number(value: float | int | None, places: int) -> str:
 
 def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
     """How to read the table."""
-    measured = [how for entry in entries for how in entry["measured"].items()]
-    known = [how for _, how in measured if how]
-    protocols = dict.fromkeys(how["protocol"] for how in known if how.get("protocol", "").startswith("P0, "))
-    parts = [f"Tier {lab.name}, one seed, {entries[0]['tokens'] / 1e6:,.1f}M tokens a model."]
-    parts += [lab.tier.caution] if lab.tier.caution else []
-    parts += [f"PPL[{protocol}]." for protocol in protocols if "corrupt" not in protocol and "sampling" not in protocol]
-    longppl = [how for metric, how in measured if metric == "longppl"]
-    if longppl and not any(longppl):
+    parts = [f"Tier {lab.name}, seed {lab.training.seed}, {lab.training.tokens:,} tokens a model.", lab.tier.caution]
+    made = [(metric, how, entry) for entry in entries for metric, how in entry["measured"].items()]
+    for protocol in dict.fromkeys(how["protocol"] for metric, how, _ in made if how and metric == "ppl"):
+        if not ("corrupt=" in protocol or "sampling=" in protocol):
+            parts.append(f"PPL[{protocol}].")
+    for protocol in dict.fromkeys(
+        _reference(how["protocol"]) for metric, how, _ in made if how and metric == "longppl"
+    ):
+        parts.append(f"LongPPL[{protocol}]; - where no token is key.")
+    wanted = [how for metric, how, entry in made if metric != "longppl" or lab.reference(entry["corpus"])]
+    if len(wanted) < len(made):
         parts.append("LongPPL is - without a model that finds its key tokens (--reference).")
-    elif longppl:
-        names = dict.fromkeys(how["protocol"].partition(", keys=")[0] for how in longppl if how)
-        parts += [f"LongPPL[{name}], - where no token is key." for name in names]
-    missing = sum(how is None for metric, how in measured if metric != "longppl")
-    parts += [f"{missing} of {len(measured)} numbers are still to come."] if missing else []
-    return " ".join(parts)
+    if None in wanted:
+        parts.append(f"{wanted.count(None)} of {len(wanted)} numbers are still to come.")
+    return " ".join(filter(None, parts))
+
+
+def _reference(protocol: str) -> str:
+    """LongPPL's protocol without what differs from cell to cell."""
+    return protocol.partition(", keys=")[0]
