@@ -13,6 +13,12 @@ from hypothesis import settings
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
 
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+
+
 settings.register_profile("here", deadline=None, derandomize=True)
 settings.load_profile("here")
 

@@ -69,7 +69,8 @@ def causal(query: Tokens, key: Tokens, value: Tokens, scale: float | None = None
 def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    mixed, normaliser, *_ = _flash_attn_fwd(query, key, value, softmax_scale=scale, causal=True, return_lse=True)
+    with torch.cuda.device_of(query):
+        mixed, normaliser, *_ = _flash_attn_fwd(query, key, value, softmax_scale=scale, causal=True, return_lse=True)
     return mixed, normaliser
 
 
@@ -79,7 +80,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    parts = _flash_attn_bwd(query, key, value, mixed, gradient, normaliser, softmax_scale=scale, causal=True)
+    with torch.cuda.device_of(query):
+        parts = _flash_attn_bwd(query, key, value, mixed, gradient, normaliser, softmax_scale=scale, causal=True)
     return parts[0], parts[1], parts[2]
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # the empty rest of a block would double what a step reads. One graph for each number.
 STRETCH = 256
 
+SHARED_MEMORY = 160 * 2**10  # bytes that a program of our kernels may take
+
 
 @lru_cache
 def _side_stream(device: torch.device) -> Any:
@@ -137,7 +139,7 @@ class Decoder:
             self.positions.sub_(1)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, stream=side):  # torch's own may be of another GPU
             hidden = self._step(reach)
         self.graphs[reach] = graph, hidden
 
@@ -187,8 +189,10 @@ class Decoder:
 
 
 def _kernels(device: torch.device) -> Any:
-    """The kernels of our own, where they run."""
+    """The kernels of our own, where they run; their largest tiles do not fit consumer cards."""
     if not triton_runs_on(device):
+        return None
+    if getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) < SHARED_MEMORY:
         return None
     from elastic_memory.kernels import decoding
 
@@ -212,7 +216,9 @@ def _is_plain(layer: Any, backbone: Any) -> bool:
     device, dtype = weights[-1].device, weights[-1].dtype
     return (
         dtype in (torch.bfloat16, torch.float32)
-        and all(weight.dtype == dtype and weight.is_contiguous() for weight in weights)
+        and all(type(weight) is nn.Parameter and weight.is_contiguous() for weight in weights)
+        and all(weight.dtype == dtype and weight.device == device for weight in weights)
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in (*products, *norms, attention, mlp))
         and not torch.is_autocast_enabled(device.type)
         and isinstance(mlp.act_fn, (nn.SiLU, type(ACT2FN["silu"])))
         and not hasattr(attention, "q_norm")

@@ -42,9 +42,10 @@ def next_token_loss(
     count = items if items is not None else (labels[:, 1:] != -100).sum()
     # Each place predicts the label after it; the last predicts nothing. Slicing the labels spares a copy of `hidden`.
     following = torch.cat((labels[:, 1:], labels.new_full((len(labels), 1), -100)), dim=1).flatten()
+    hidden = hidden.flatten(0, 1)
     if _kernel_fits(hidden, head):
-        summed = _ByKernel.apply
-    return summed(hidden.flatten(0, 1), head, following) / count
+        return _ByKernel.apply(hidden, head, following, torch.is_grad_enabled()) / count
+    return summed(hidden, head, following) / count
 
 
 class _ByKernel(torch.autograd.Function):
@@ -54,38 +55,50 @@ class _ByKernel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, differentiate: bool) -> Tensor:
         from elastic_memory.kernels.cross_entropy import losses
 
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        weight, tokens, wanted = head.to(dtype), hidden.to(dtype), any(ctx.needs_input_grad)
-        found, slopes, turned = [], [], None
-        for some, own in zip(tokens.split(_piece_size(head)), labels.split(_piece_size(head)), strict=True):
-            logits = some @ weight.T
-            found.append(losses(logits, own, wanted).sum())
-            if wanted:
-                slopes.append(logits @ weight)
-                product = logits.T @ some
-                turned = product.to(head.dtype) if turned is None else turned + product
-        if wanted:
-            ctx.save_for_backward(torch.cat(slopes) if len(slopes) > 1 else slopes[0], turned)
+        weight, tokens, found = head.to(_dtype(hidden)), hidden.to(_dtype(hidden)), []
+        of_hidden, of_head = (differentiate and needed for needed in ctx.needs_input_grad[:2])
+        slopes = torch.empty_like(tokens) if of_hidden else None
+        turned = torch.zeros_like(head) if of_head else None
+        for start in range(0, len(tokens), _piece_size(head)):
+            piece = slice(start, start + _piece_size(head))
+            logits = tokens[piece] @ weight.T
+            found.append(losses(logits, labels[piece], of_hidden or of_head).sum())
+            if slopes is not None:
+                torch.mm(logits, weight, out=slopes[piece])
+            if turned is not None:
+                turned += logits.T @ tokens[piece]
+        ctx.save_for_backward(slopes, turned)
         ctx.dtype = hidden.dtype
         return torch.stack(found).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph: the loss has no second derivative here; compute it from logits instead")
         slopes, turned = ctx.saved_tensors
-        return (slopes * gradient).to(ctx.dtype), turned * gradient, None
+        of_hidden = None if slopes is None else (slopes * gradient).to(ctx.dtype)
+        return of_hidden, None if turned is None else turned * gradient, None, None
 
 
 def _kernel_fits(hidden: Tensor, head: Tensor) -> bool:
-    """Plain tensors on a GPU; a compiler would have to see through it."""
+    """Plain tensors on a GPU; a compiler would have to see through it.
+
+    Not in float16: the head's gradient is summed over all tokens before anything scales it.
+    """
     if not triton_runs_on(hidden.device) or torch.compiler.is_compiling() or hasattr(head, "device_mesh"):
         return False
     from elastic_memory.kernels import cross_entropy
 
-    return cross_entropy.works(hidden.device)
+    return _dtype(hidden) != torch.float16 and cross_entropy.works(hidden.device, _dtype(hidden))
+
+
+def _dtype(hidden: Tensor) -> torch.dtype:
+    """The type of products with it."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _piece_size(head: Tensor) -> int:

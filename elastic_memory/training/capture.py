@@ -31,8 +31,7 @@ class Captured:
     """
 
     def __init__(self, step: Callable[..., Float[Tensor, ""]], parameters: Iterable[torch.nn.Parameter]):
-        self.step = step
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.step, self.all = step, list(parameters)
         self.known: Any = None  # shapes of the inputs it has seen
         self.graph: Any = None
 
@@ -41,7 +40,10 @@ class Captured:
         shapes = {name: (x.shape, x.dtype) for name, x in inputs.items()}
         if self.known != shapes:
             self.known, self.graph = shapes, None
-            return self.step(**inputs)
+            loss = self.step(**inputs)
+            # Those that a step does not reach stay without: an optimizer leaves them alone, zeros it would not.
+            self.parameters = [parameter for parameter in self.all if parameter.grad is not None]
+            return loss
         if self.graph is None:
             self._capture(inputs)
         self._attach()
@@ -57,7 +59,7 @@ class Captured:
             self.gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             self._attach()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # torch's own may be of another GPU
                 self.loss = self.step(**self.inputs)
             self.graph = graph
 

@@ -177,7 +177,8 @@ class MemoryTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch, captured where that is possible."""
-        if self.captured is None and self.args.world_size == 1 and capture.gains(self.network):
+        alone = self.args.world_size == 1 and not self.is_fsdp_enabled
+        if self.captured is None and alone and capture.gains(self.network):
             self.captured = capture.Captured(partial(self._forward_and_backward, model), model.parameters())
         if self.captured is not None:
             loss = self.captured(**inputs, num_items_in_batch=num_items_in_batch)

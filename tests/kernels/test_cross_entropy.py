@@ -1,13 +1,9 @@
 """The loss whose logits become their own gradient, against torch's."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from elastic_memory.kernels import cross_entropy
@@ -83,7 +79,28 @@ def test_the_loss_and_its_gradients(piece, narrow, device, monkeypatch):
 
 
 def test_it_is_checked_before_use(device, monkeypatch):
-    assert cross_entropy._error(device) < 1e-5
-    monkeypatch.setattr(cross_entropy, "_losses", None)
+    monkeypatch.setattr(cross_entropy, "PIECE", 64)
+    for dtype in TOLERANCE:
+        assert cross_entropy.works.__wrapped__(device, dtype)
+    monkeypatch.setattr(cross_entropy, "_error", lambda *_: 0.5)
+    with pytest.warns(UserWarning, match="off by 5.0e-01 here, plain code runs instead"):
+        assert not cross_entropy.works.__wrapped__(device, torch.float32)
+    monkeypatch.setattr(cross_entropy, "_error", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="plain code does instead"):
-        assert not cross_entropy.works.__wrapped__(device)
+        assert not cross_entropy.works.__wrapped__(device, torch.float32)
+
+
+def test_only_what_is_asked_for_is_differentiated(device, monkeypatch):
+    """Nothing without gradients, and nothing for a frozen head; a second derivative is refused."""
+    seen = []
+    spied = cross_entropy.losses
+    monkeypatch.setattr(cross_entropy, "losses", lambda *args: seen.append(args[2]) or spied(*args))
+    monkeypatch.setattr(module, "_kernel_fits", lambda hidden, head: True)
+    hidden, head = torch.randn(1, 5, 8, device=device, requires_grad=True), torch.randn(9, 8, device=device)
+    labels = torch.arange(5, device=device)[None]
+    with torch.no_grad():
+        module.next_token_loss(hidden, head, labels)
+    loss = module.next_token_loss(hidden, head, labels)
+    assert seen == [False, True]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
