@@ -55,7 +55,7 @@ def _width(hidden: int, intermediate: int, heads: int) -> dict[str, Any]:
 
 TIERS = {
     "smoke": Tier(
-        recipe={"training.tokens": 81920},  # 20 steps
+        recipe={"training.tokens": 49152},  # 12 steps
         sizes={"1x": {}, "2x": _width(96, 256, 6), "4x": _width(128, 512, 8)},
         rows=16,
         probed=2,
