@@ -18,6 +18,7 @@ from elastic_memory.data import prepare, samples
 from elastic_memory.evaluation.loading import load_model
 from elastic_memory.report import lab, reproduction
 from elastic_memory.report.lab import Lab, Trained
+from elastic_memory.report.page import collect
 from elastic_memory.report.reproduction import Experiment
 from elastic_memory.training import session
 from elastic_memory.training.build import build_config
@@ -78,7 +79,7 @@ def runs(out: Path) -> dict[str, dict]:
 def test_a_table_has_the_papers_rows_and_columns_and_is_not_made_twice(name, data, out, monkeypatch):
     experiment = command.load(name).EXPERIMENT
     table = experiment.run("smoke", out, data)
-    assert list(table.columns) == ["", *experiment.columns]
+    assert list(table.columns) == [experiment.corner, *experiment.columns]
     assert [row[0] for row in table.rows] == list(experiment.rows)
     number = r"\d+(\.\d+M?)?"
     for row, (_, printed) in zip(table.rows, experiment.rows.values(), strict=True):
@@ -90,6 +91,9 @@ def test_a_table_has_the_papers_rows_and_columns_and_is_not_made_twice(name, dat
     written = json.loads((out / f"{name}-smoke.json").read_text())
     assert (written["table"], written["tier"]) == (name, "smoke") and "commit" in written
     assert (out / f"{name}-smoke.md").read_text() == table.markdown()
+    assert collect(out).tables[f"{name}-smoke.md"].rows == [list(row) for row in table.rows], (
+        "`elastic report` shows it"
+    )
 
     monkeypatch.setattr(session, "build_model", lambda recipe: pytest.fail("trained again"))
     monkeypatch.setattr(lab, "load_model", lambda path: pytest.fail("measured again"))
@@ -97,14 +101,15 @@ def test_a_table_has_the_papers_rows_and_columns_and_is_not_made_twice(name, dat
     assert again == table
 
 
-def test_tables_share_their_runs(data, out, monkeypatch):
-    for name in ("main", "memory-scaling", "model-scaling"):
-        command.load(name).run("smoke", out, data)
-    before = runs(out)
-    assert len(before) == 6 + 4 * 4 + 6 * 2
-    for name in ("injection", "corruption", "reconstruction"):
-        command.load(name).run("smoke", out, data)
-    assert runs(out) == before
+def test_tables_share_their_models(data, tmp_path):
+    made = Lab("smoke", tmp_path, data)
+    names = {
+        table: {made.run(cell.model).folder.name for *_, cell, _ in command.load(table).EXPERIMENT.cells()}
+        for table in TABLES
+    }
+    large = names["main"] | names["memory-scaling"] | names["model-scaling"]
+    assert len(large) == 6 + 4 * 4 + 6 * 2
+    assert all(names[table] < large for table in ("injection", "corruption", "reconstruction"))
 
 
 def test_a_cell_holds_what_the_library_measures(data, out):
@@ -122,10 +127,13 @@ def test_a_cell_holds_what_the_library_measures(data, out):
 
 
 def test_an_injected_sampling_reads_the_same_model_otherwise(data, out):
-    command.load("injection").run("smoke", out, data)
-    cells = json.loads((out / "injection-smoke.json").read_text())["cells"]
-    one, other = (c for c in cells if c["column"] == "memory 16x" and c["row"].startswith("uniform"))
+    injection = command.load("injection").EXPERIMENT
+    columns = {"memory 16x": injection.columns["memory 16x"]}
+    rows = {name: (settings, "1.00 / 1.00") for name, (settings, _) in injection.rows.items() if "unif" in name[:4]}
+    replace(injection, name="injected", columns=columns, rows=rows).run("smoke", out, data)
+    one, other = json.loads((out / "injected-smoke.json").read_text())["cells"]
     assert one["run"] == other["run"] and one["values"]["ppl"] != other["values"]["ppl"]
+    assert other["measured"]["ppl"]["protocol"].endswith(", sampling=exponential")
 
 
 def test_interrupted_it_leaves_what_it_has_and_goes_on(data, tmp_path, monkeypatch):
@@ -229,6 +237,12 @@ def test_the_papers_models_have_the_papers_counts(name, tmp_path):
             assert found == ("8" if cell.memory == "memorizing" and cell.shows == "added" else paper), (row, column)
             checked += 1
     assert checked
+
+
+def test_the_small_tier_has_a_reference_of_its_own(tmp_path):
+    made = Lab("small", tmp_path)
+    own = made.own_reference("pg19")
+    assert own.corpus == "pg19" and build_config(made.recipe(own)).local_attention == "full"
 
 
 def test_models_of_two_and_four_times_the_parameters(tmp_path):

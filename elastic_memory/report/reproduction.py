@@ -52,6 +52,7 @@ class Experiment:
     title: str
     columns: Mapping[str, Mapping[str, Any]]
     rows: Mapping[str, tuple[Mapping[str, Any], str]]
+    corner: str = "model"  # over the names of the rows
     note: str = ""
 
     def cells(self) -> Iterator[tuple[str, str, Cell, str]]:
@@ -94,7 +95,7 @@ class Experiment:
         entries = [_entry(lab, *place) for place in self.cells()]
         table = Table(
             title=f"{self.title}; in brackets the paper's",
-            columns=["", *self.columns],
+            columns=[self.corner, *self.columns],
             rows=[[row, *(entry["text"] for entry in entries if entry["row"] == row)] for row in self.rows],
             note=" ".join(filter(None, [_describe(lab, entries), self.note])),
         )
