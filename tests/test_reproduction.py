@@ -1,5 +1,6 @@
 """Tables that need trained models, at a size that trains one in a second; and the paper's numbers in them."""
 
+import io
 import json
 import os
 import random
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import elastic_memory as em
 from elastic_memory.commands import reproduce as command
@@ -169,7 +171,9 @@ def test_longppl_by_a_reference_that_was_given_or_trained(data, tmp_path, monkey
     assert [row[2] for row in table.rows] == ["- [2.5]", "- [2]"] and "--reference" in table.note
     reference = next(tmp_path.glob("runs/smoke-none-*"))
     given = MINI.run("smoke", tmp_path, data, reference=str(reference))
-    assert "LongPPL[reference=" in given.note
+    console = Console(width=500, record=True, file=io.StringIO())
+    console.print(given.rich())
+    assert "LongPPL[reference=" in given.note and "LongPPL[reference=" in console.export_text()
     assert all(re.fullmatch(r"\d+(\.\d)? \[.+\]", row[2]) for row in given.rows)
     monkeypatch.setitem(lab.TIERS, "smoke", replace(REDUCED, reference="infini"))
     own = MINI.run("smoke", tmp_path, data)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rich import box
 from rich import table as rich_table
+from rich.markup import escape
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,14 @@ class Table:
 
     def rich(self) -> rich_table.Table:
         """For a terminal: the first column is text, the others are numbers."""
-        shown = rich_table.Table(title=self.title, caption=self.note, box=box.SIMPLE_HEAD, title_justify="left")
+        # brackets are what they look like, not rich's markup
+        title, note = escape(self.title), escape(self.note)
+        shown = rich_table.Table(title=title, caption=note, box=box.SIMPLE_HEAD, title_justify="left")
         shown.caption_justify = "left"
         for index, column in enumerate(self.columns):
-            shown.add_column(column, justify="right" if index else "left")
+            shown.add_column(escape(column), justify="right" if index else "left")
         for row in self.rows:
-            shown.add_row(*row)
+            shown.add_row(*map(escape, row))
         return shown
 
     def markdown(self) -> str:
