@@ -255,7 +255,8 @@ class Session:
         if trainer.state.global_step < run.recipe.training.steps:
             if is_main():
                 run.event("interrupted", step=trainer.state.global_step, exit_code=self.interrupts.exit_code)
-            tell(f"{run.folder.name}: stopped after step {trainer.state.global_step}, saved; add --resume to go on")
+            how = "the same command goes on" if self.resume.or_start else "add --resume to go on"
+            tell(f"{run.folder.name}: stopped after step {trainer.state.global_step}, saved; {how}")
             raise SystemExit(self.interrupts.exit_code)
         result = self._result(trainer)
         state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
