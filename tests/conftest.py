@@ -51,3 +51,29 @@ def model():
 def ids():
     # 0 is left for padding.
     return torch.randint(1, 61, (2, 45), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def disturb(monkeypatch):
+    """Disturb the n-th training pass (from 1) of the runs that follow; each disturbance happens once."""
+
+    from elastic_memory.training import session
+
+    def at(calls, action):
+        real, count = session.build_model, [0]
+
+        def build(recipe):
+            model = real(recipe)
+            forward = model.forward
+
+            def disturbed(*args, **kwargs):
+                count[0] += "labels" in kwargs
+                out = forward(*args, **kwargs)
+                return action(model, out) if count[0] in calls else out
+
+            model.forward = disturbed
+            return model
+
+        monkeypatch.setattr(session, "build_model", build)
+
+    return at

@@ -1,7 +1,9 @@
 """`elastic demo` with two steps a model: the whole way once, and what a second call finds done."""
 
 import json
+import os
 import re
+import signal
 import sys
 
 import pytest
@@ -60,28 +62,12 @@ def test_from_text_to_a_report_and_again_without_doing_it_twice(tmp_path, monkey
     assert (tmp_path / "report.html").read_text() == page
 
 
-def test_an_interrupted_demo_goes_on(tmp_path, monkeypatch, capsys):
-    import os
-    import signal
+def test_an_interrupted_demo_goes_on(tmp_path, monkeypatch, capsys, disturb):
+    def interrupt(model, out):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return out
 
-    from elastic_memory.training import session
-
-    real, calls = session.build_model, [0]
-
-    def interrupted(recipe):
-        model = real(recipe)
-        forward = model.forward
-
-        def once(*args, **kwargs):
-            calls[0] += 1
-            if calls[0] == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return forward(*args, **kwargs)
-
-        model.forward = once
-        return model
-
-    monkeypatch.setattr(session, "build_model", interrupted)
+    disturb([1], interrupt)
     code, _ = demo(monkeypatch, capsys, tmp_path)
     assert code != 0 and not runs(tmp_path)
     code, _ = demo(monkeypatch, capsys, tmp_path)

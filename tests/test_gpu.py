@@ -90,7 +90,8 @@ def test_captured_decoding_is_one_call(memory, compiled, monkeypatch):
     model(ids[:, :20], attention_mask=mask, past_key_values=cache)
     logits = torch.cat([model(x, past_key_values=cache).logits for x in ids[:, 20:].split(1, dim=1)], dim=1)
     torch.testing.assert_close(logits, torch.stack(rows), atol=1e-4, rtol=0)
-    assert (len(cache.decoder.graphs) == 1) == all(cache.decoder.fused)
+    # Nine tokens apart, the longer of the rows is never among the first five of its block: three stretches of four.
+    assert len(cache.decoder.graphs) == (1 if all(cache.decoder.fused) else 3)
     torch._dynamo.reset()
 
 

@@ -138,23 +138,16 @@ def test_an_injected_sampling_reads_the_same_model_otherwise(data, out):
     assert other["measured"]["ppl"]["protocol"].endswith(", sampling=exponential")
 
 
-def test_interrupted_it_leaves_what_it_has_and_goes_on(data, tmp_path, monkeypatch):
-    real, calls = session.build_model, [0]
+def test_interrupted_it_leaves_what_it_has_and_goes_on(data, tmp_path, disturb):
+    interrupted = []
 
-    def interrupted(recipe):
-        model = real(recipe)
-        forward = model.forward
+    def interrupt(model, out):
+        if model.config.memory != "none" and not interrupted:
+            interrupted.append(model)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return out
 
-        def once(*args, **kwargs):
-            calls[0] += recipe.model.memory != "none"
-            if calls[0] == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return forward(*args, **kwargs)
-
-        model.forward = once
-        return model
-
-    monkeypatch.setattr(session, "build_model", interrupted)
+    disturb(range(1, 1000), interrupt)
     with pytest.raises(SystemExit):
         MINI.run("smoke", tmp_path, data)
     assert "1 of 2 numbers are still to come" in (tmp_path / "mini-smoke.md").read_text()

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-Tensor = torch.Tensor
+from elastic_memory.shapes import Tensor
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 256  # about two for each multiprocessor of an H200: rows are split until there are as many

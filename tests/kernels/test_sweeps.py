@@ -113,7 +113,7 @@ def test_a_gpu_agrees_with_a_cpu_at_full_size(order):
         ours = hippo.transition(order, ratio, 1.0, device="cuda")
         close(ours.cpu(), hippo.transition(order, ratio, 1.0), 1e-13)
     u = moments("cpu")
-    within = 4e-15 * order  # sums of products round once or twice
+    within = 2e-15 * order  # at the ends, where the truth is known, either road is off by about half of that
     close(hippo.basis(order, u, device="cuda").cpu(), hippo.basis(order, u), within)
     close(hippo.integral(order, u, device="cuda").cpu(), hippo.integral(order, u), within)
     close(hippo.projection(order, 2048, 4096, device="cuda").cpu(), hippo.projection(order, 2048, 4096), within)

@@ -54,30 +54,6 @@ def quick() -> Recipe:
     return load_recipe(RECIPES / "smoke" / "elastic.yaml", QUICK)
 
 
-@pytest.fixture
-def disturb(monkeypatch):
-    """Disturb the n-th training pass (from 1, two a step) of the runs that follow; each disturbance happens once."""
-
-    def at(calls, action):
-        real, count = session.build_model, [0]
-
-        def build(recipe):
-            model = real(recipe)
-            forward = model.forward
-
-            def disturbed(*args, **kwargs):
-                count[0] += "labels" in kwargs
-                out = forward(*args, **kwargs)
-                return action(model, out) if count[0] in calls else out
-
-            model.forward = disturbed
-            return model
-
-        monkeypatch.setattr(session, "build_model", build)
-
-    return at
-
-
 @pytest.fixture(scope="session")
 def undisturbed(corpus, tmp_path_factory) -> Path:
     """The folder of a quick run that nothing happened to."""
