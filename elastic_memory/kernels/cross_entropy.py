@@ -17,7 +17,7 @@ from elastic_memory.shapes import Float, Int, Tensor
 
 IGNORED = tl.constexpr(-100)
 LOG2E = tl.constexpr(1.4426950408889634)
-PIECE, WARPS = 8192, 16  # logits that a program handles at once
+PIECE, WARPS = 8192, 8  # logits that a program handles at once
 
 
 def losses(

@@ -149,6 +149,15 @@ class Memory(nn.Module):
         """
         raise NotImplementedError
 
+    def mix_all(
+        self,
+        local: Float[Tensor, "batch block head token dim"],
+        query: Float[Tensor, "batch block head token dim"],
+        readings: Sequence[Reading],
+    ) -> Float[Tensor, "batch block head token dim"] | None:
+        """`mix` for all blocks of a sample at once, where a mechanism has a faster road to it; `readings` as below."""
+        return None
+
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:

@@ -1,12 +1,14 @@
 """Infini-Transformer: keys and values of the history summed into one matrix per head, read by linear attention."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elastic_memory.kernels import agrees, triton_runs_on
 from elastic_memory.memory.contract import (
     Block,
     Floats,
@@ -115,6 +117,9 @@ class InfiniMemory(Memory):
 
         U = sigma(K)^T V and G = S^T S with S = diag(1 / sqrt(sigma(K) z)) sigma(K), z the normaliser before the block.
         """
+        return self._read_all(key, value, self._kernels(key, value))
+
+    def _read_all(self, key: Tensor, value: Tensor, kernels: Any) -> Sequence[Reading]:
         size = self.geometry.block_size
         blocks = (key.shape[2] - 1) // size  # the last is read by nobody
         with torch.autocast(key.device.type, enabled=False):
@@ -126,11 +131,14 @@ class InfiniMemory(Memory):
             for index, added in enumerate(features.sum(3).unbind(2), 1):
                 normalisers += self.cut((normalisers[-1] + added,), index)
 
-            updates = _product(features.mT, values, key.dtype)
-            if self.update == "delta" and blocks:
-                before = torch.stack(normalisers[:-1], dim=2)[..., None, :]
-                scaled = features * ((features * before).sum(-1, keepdim=True) + EPSILON).rsqrt()
-                known = _product(scaled.mT, scaled, key.dtype)
+            before = torch.stack(normalisers[:-1], dim=2) if blocks else None
+            if kernels is not None and self.update == "delta" and before is not None:
+                updates, known = kernels.fold(keys, values, before, self._features)
+            else:
+                updates = _product(features.mT, values, key.dtype)
+                if self.update == "delta" and before is not None:
+                    scaled = features * ((features * before[..., None, :]).sum(-1, keepdim=True) + EPSILON).rsqrt()
+                    known = _product(scaled.mT, scaled, key.dtype)
             for index in range(blocks):
                 if self.update == "delta":
                     matrix = matrix - known[:, :, index] @ matrix
@@ -156,6 +164,36 @@ class InfiniMemory(Memory):
                 remembered = self._rms(remembered)
             return gated(wide(self.gate), remembered, local, visible)
 
+    def mix_all(
+        self,
+        local: Float[Tensor, "batch block head token dim"],
+        query: Float[Tensor, "batch block head token dim"],
+        readings: Sequence[Reading],
+    ) -> Float[Tensor, "batch block head token dim"] | None:
+        """By a kernel, if there is one that fits."""
+        return self._mix_all(local, query, readings, self._kernels(query, local))
+
+    def _mix_all(self, local: Tensor, query: Tensor, readings: Sequence[Reading], kernels: Any) -> Tensor | None:
+        if kernels is None:
+            return None
+        matrices, normalisers = (torch.stack(parts, dim=1) for parts in zip(*readings, strict=True))
+        norm = self.memory_norm == "output"
+        return kernels.recall(query, local, matrices, normalisers, wide(self.gate), self._features, norm)
+
+    def _kernels(self, *tensors: Tensor) -> Any:
+        """Kernels for these tensors, or None."""
+        dim, device = tensors[0].shape[-1], tensors[0].device
+        if any(x.dtype != torch.bfloat16 for x in tensors) or dim > 128 or dim % 2 or not triton_runs_on(device):
+            return None
+        from elastic_memory.kernels import infini
+
+        return infini if _works(str(device), dim) else None
+
+    @property
+    def _features(self) -> int:
+        """Of a head that are not padding."""
+        return self.geometry.features or self.geometry.head_dim
+
     def _sigma(self, x: Tensor) -> Tensor:
         """ELU(x) + 1, positive; padding stays zero."""
         feature = F.elu(wide(x)) + 1
@@ -164,7 +202,7 @@ class InfiniMemory(Memory):
         return feature * real_features(self.geometry.features, x.shape[-1], x.device)
 
     def _rms(self, x: Tensor) -> Tensor:
-        square = wide(x).square().sum(-1, keepdim=True) / (self.geometry.features or x.shape[-1])
+        square = wide(x).square().sum(-1, keepdim=True) / self._features
         return (x * (square + 1e-5).rsqrt()).to(x.dtype)
 
 
@@ -173,3 +211,39 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float16:
         dtype = torch.float32
     return wide(left.to(dtype) @ right.to(dtype))
+
+
+@torch.compiler.assume_constant_result
+def _works(device: str, dim: int) -> bool:
+    return _agrees(device, dim)
+
+
+@lru_cache
+def _agrees(device: str, dim: int) -> bool:
+    what = f"kernels for Infini-Transformer's heads of {dim}"
+    return agrees(what, lambda: _error(torch.device(device), dim), within=2e-2)
+
+
+def _error(device: torch.device, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Of what two blocks read from memory and all its gradients, by kernels against plain code in float32."""
+    from elastic_memory.kernels import infini
+
+    geometry = Geometry(
+        width=2 * dim, heads=2, kv_heads=1, head_dim=dim, layers=1, block_size=80, features=max(dim - 2, 2)
+    )
+    memory = InfiniMemory(geometry).to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = ((2, 3, 2, 80, dim), (2, 3, 2, 80, dim), (2, 1, 240, dim), (2, 1, 240, dim))
+    drawn = [torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes]
+    results = []
+    for kernels in (infini, None):
+        inputs = [(x if kernels is not None else x.float()).requires_grad_() for x in drawn]
+        local, query, key, value = inputs
+        readings = memory._read_all(key, value, kernels)
+        mixed = memory._mix_all(local, query, readings, kernels)
+        if mixed is None:
+            rest = [memory.mix(local[:, n], query[:, n], query[:, n], readings[n - 1], None) for n in (1, 2)]
+            mixed = torch.stack((local[:, 0], *rest), dim=1)
+        weight = torch.linspace(-1, 1, mixed.numel(), device=device).sin().view(mixed.shape).to(mixed.dtype)
+        results.append((mixed, *torch.autograd.grad(mixed, (*inputs, memory.gate), weight)))
+    return max(((ours.float() - plain).norm() / plain.norm()).item() for ours, plain in zip(*results, strict=True))

@@ -20,6 +20,7 @@ from elastic_memory.model.stream import LayerStream, Segment
 from elastic_memory.shapes import Bool, Float, Int, Tensor
 
 Heads = Float[Tensor, "batch head token dim"]
+Blocks = Float[Tensor, "batch block head token dim"]
 
 
 class Rope:
@@ -119,6 +120,17 @@ class MemoryAttention(nn.Module):
         if not reading or self.memory.joins:
             return local
         return self.memory.mix(local, query, rotated, reading, visible)
+
+    def remember_all(self, local: Blocks, query: Blocks, rotated: Blocks, readings: Sequence[Reading]) -> Blocks:
+        """`remember` for all blocks of a sample; readings of one size go together."""
+        mixed = self.memory.mix_all(local, query, readings)
+        if mixed is not None:
+            return mixed
+        parts = []
+        for first, last, reading in _spans(query.shape[1], readings, apart=True):
+            own, raw, turned = (x[:, first:last].flatten(0, 1) for x in (local, query, rotated))
+            parts.append(self.remember(own, raw, turned, reading).unflatten(0, (-1, last - first)))
+        return _joined(parts)
 
     def probed(self, key: Heads, value: Heads) -> tuple[Heads, Heads]:
         """The block's own keys and values, as attention gets to see them."""
@@ -221,12 +233,8 @@ class MemoryLayer(GradientCheckpointingLayer):
                 mask = torch.cat((mask.new_ones(size, front), mask), dim=1)
             local.append(attention.attend(turned, *columns, mask).unflatten(0, (-1, last - first)))
         mixed = _joined(local)
-        if not attention.memory.joins:
-            parts = []
-            for first, last, reading in _spans(query.shape[1], readings, apart=len(readings) > 0):
-                own, raw, turned = (x[:, first:last].flatten(0, 1) for x in (mixed, query, rotated))
-                parts.append(attention.remember(own, raw, turned, reading).unflatten(0, (-1, last - first)))
-            mixed = _joined(parts)
+        if len(readings) > 0 and not attention.memory.joins:
+            mixed = attention.remember_all(mixed, query, rotated, readings)
         # [batch, block, head, token, dim] -> [batch, head, token, dim]
         return self._finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
 

@@ -1,0 +1,350 @@
+"""Infini-Transformer's memory in training: what all blocks read and what they add, without anything written in between.
+
+Plain code passes over queries, keys, values and what is read a dozen times in float32; here each is read once, and
+features, weights and norms exist only inside a program. Operations of their own, so that compiled graphs can hold them.
+
+Programs loop over the tokens of one block in one head; tensors of tokens may be strided, except along the last axis.
+"""
+
+# Constants of the compiled program are in capitals, as Triton has it.
+# ruff: noqa: N803
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from elastic_memory.shapes import Float, Tensor
+
+EPSILON = tl.constexpr(1e-6)  # of normalisers
+NORM_EPSILON = tl.constexpr(1e-5)
+TILE = 64  # tokens at a time
+
+
+def recall(
+    query: Float[Tensor, "batch block head token dim"],
+    local: Float[Tensor, "batch block head token dim"],
+    matrix: Float[Tensor, "batch read kv_head dim dim"],
+    normaliser: Float[Tensor, "batch read kv_head dim"],
+    gate: Float[Tensor, " head"],
+    features: int,
+    norm: bool,
+) -> Float[Tensor, "batch block head token dim"]:
+    """local + g (sigma(q) M / sigma(q) z - local), what is read normalised if `norm`; first blocks without M: local."""
+    return _recall(query, local, matrix, normaliser, gate, features, norm)
+
+
+def fold(
+    key: Float[Tensor, "batch head block token dim"],
+    value: Float[Tensor, "batch head block token dim"],
+    normaliser: Float[Tensor, "batch head block dim"],
+    features: int,
+) -> tuple[Float[Tensor, "batch head block dim dim"], Float[Tensor, "batch head block dim dim"]]:
+    """U = sigma(K)^T V and G = sigma(K)^T diag(1 / sigma(K) z) sigma(K) of each block, z from before it."""
+    return _fold(key, value, normaliser, features)
+
+
+def _sizes(dim: int, features: int) -> dict[str, int]:
+    return {"DIM": dim, "REAL": features, "WIDTH": max(16, triton.next_power_of_2(dim)), "TILE": TILE, "num_warps": 8}
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """[batch, block, head, token, dim], heads of a token side by side as projections want them."""
+    batch, blocks, heads, tokens, dim = x.shape
+    return x.new_empty(batch, blocks, tokens, heads, dim).transpose(2, 3)
+
+
+def _strided(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("elastic_memory::infini_recall", mutates_args=())
+def _recall(
+    query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, features: int, norm: bool
+) -> Tensor:
+    query, local, matrix, normaliser = _strided(query), _strided(local), matrix.contiguous(), normaliser.contiguous()
+    batch, blocks, heads, tokens, dim = query.shape
+    mixed = _laid_out(local)
+    with torch.cuda.device_of(query):
+        _recall_kernel[(batch * blocks * heads, triton.cdiv(tokens, TILE))](
+            query, local, matrix, normaliser, gate, mixed, *query.stride()[:4], *local.stride()[:4],
+            *mixed.stride()[:4], blocks, heads, matrix.shape[2], blocks - matrix.shape[1], tokens, NORM=norm,
+            **_sizes(dim, features),
+        )  # fmt: skip
+    return mixed
+
+
+@torch.library.custom_op("elastic_memory::infini_recall_backward", mutates_args=())
+def _recall_backward(
+    gradient: Tensor, query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, features: int,
+    norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients; those of matrix and normaliser for each head that reads, that of the gate for each block."""
+    gradient, query, local = _strided(gradient), _strided(query), _strided(local)
+    matrix, normaliser = matrix.contiguous(), normaliser.contiguous()
+    batch, blocks, heads, tokens, dim = query.shape
+    of_query, of_local = _laid_out(query), _laid_out(local)
+    of_matrix = matrix.new_empty(batch, matrix.shape[1], heads, dim, dim)
+    of_normaliser, of_gate = matrix.new_empty(of_matrix.shape[:-1]), matrix.new_empty(batch, blocks, heads)
+    with torch.cuda.device_of(query):
+        _recall_slopes[(batch * blocks * heads,)](
+            gradient, query, local, matrix, normaliser, gate, of_query, of_local, of_matrix, of_normaliser, of_gate,
+            *gradient.stride()[:4], *query.stride()[:4], *local.stride()[:4], *of_query.stride()[:4],
+            blocks, heads, matrix.shape[2], blocks - matrix.shape[1], tokens, NORM=norm, **_sizes(dim, features),
+        )  # fmt: skip
+    return of_query, of_local, of_matrix, of_normaliser, of_gate
+
+
+@torch.library.custom_op("elastic_memory::infini_fold", mutates_args=())
+def _fold(key: Tensor, value: Tensor, normaliser: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    key, value, normaliser = _strided(key), _strided(value), normaliser.contiguous()
+    batch, heads, blocks, tokens, dim = key.shape
+    added, known = (normaliser.new_empty(batch, heads, blocks, dim, dim) for _ in range(2))
+    with torch.cuda.device_of(key):
+        _fold_kernel[(batch * heads * blocks,)](
+            key, value, normaliser, added, known, *key.stride()[:4], *value.stride()[:4], heads, blocks, tokens,
+            **_sizes(dim, features),
+        )  # fmt: skip
+    return added, known
+
+
+@torch.library.custom_op("elastic_memory::infini_fold_backward", mutates_args=())
+def _fold_backward(
+    of_added: Tensor, of_known: Tensor, key: Tensor, value: Tensor, normaliser: Tensor, features: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    key, value, normaliser = _strided(key), _strided(value), normaliser.contiguous()
+    batch, heads, blocks, tokens, dim = key.shape
+    of_key, of_value = (_laid_out(x.transpose(1, 2)).transpose(1, 2) for x in (key, value))
+    of_normaliser = torch.empty_like(normaliser)
+    with torch.cuda.device_of(key):
+        _fold_slopes[(batch * heads * blocks,)](
+            of_added.contiguous(), (of_known + of_known.mT).contiguous(), key, value, normaliser,
+            of_key, of_value, of_normaliser, *key.stride()[:4], *value.stride()[:4], *of_key.stride()[:4],
+            heads, blocks, tokens, **_sizes(dim, features),
+        )  # fmt: skip
+    return of_key, of_value, of_normaliser
+
+
+@_recall.register_fake
+def _(query: Tensor, local: Tensor, *_: Any) -> Tensor:
+    return _laid_out(local)
+
+
+@_recall_backward.register_fake
+def _(gradient: Tensor, query: Tensor, local: Tensor, matrix: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    batch, blocks, heads, _tokens, dim = query.shape
+    of_matrix = matrix.new_empty(batch, matrix.shape[1], heads, dim, dim)
+    of_normaliser, of_gate = matrix.new_empty(of_matrix.shape[:-1]), matrix.new_empty(batch, blocks, heads)
+    return _laid_out(query), _laid_out(local), of_matrix, of_normaliser, of_gate
+
+
+@_fold.register_fake
+def _(key: Tensor, value: Tensor, normaliser: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    batch, heads, blocks, _tokens, dim = key.shape
+    added, known = (normaliser.new_empty(batch, heads, blocks, dim, dim) for _ in range(2))
+    return added, known
+
+
+@_fold_backward.register_fake
+def _(
+    of_added: Tensor, of_known: Tensor, key: Tensor, value: Tensor, normaliser: Tensor, features: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_key, of_value = (_laid_out(x.transpose(1, 2)).transpose(1, 2) for x in (key, value))
+    return of_key, of_value, torch.empty_like(normaliser, memory_format=torch.contiguous_format)
+
+
+def _remember(ctx: Any, inputs: tuple, output: Any) -> None:
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+    ctx.settings = [x for x in inputs if not isinstance(x, Tensor)]
+
+
+def _recall_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    matrix, gate = ctx.saved_tensors[2], ctx.saved_tensors[4]
+    slopes = _recall_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    of_matrix, of_normaliser = (x.unflatten(2, (matrix.shape[2], -1)).sum(3) for x in slopes[2:4])
+    return *slopes[:2], of_matrix, of_normaliser, slopes[4].sum((0, 1)).to(gate.dtype), None, None
+
+
+def _fold_gradients(ctx: Any, of_added: Tensor, of_known: Tensor) -> tuple[Tensor | None, ...]:
+    return *_fold_backward(of_added, of_known, *ctx.saved_tensors, *ctx.settings), None
+
+
+_recall.register_autograd(_recall_gradients, setup_context=_remember)
+_fold.register_autograd(_fold_gradients, setup_context=_remember)
+
+
+@triton.jit
+def _sigma(x, real):
+    """ELU + 1, and zero where nothing is."""
+    return tl.where(real, tl.where(x > 0, x + 1, tl.exp(x)), 0.0)
+
+
+@triton.jit
+def _square(matrix, column, DIM: tl.constexpr):
+    """A matrix of a head."""
+    inside = column < DIM
+    at = matrix + column[:, None] * DIM + column[None, :]
+    return tl.load(at, mask=inside[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _recall_kernel(
+    query, local, matrix, normaliser, gate, mixed, q0, q1, q2, q3, l0, l1, l2, l3, m0, m1, m2, m3,
+    blocks, heads, kv_heads, first, tokens,
+    NORM: tl.constexpr, DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch, block, head = row // heads // blocks, row // heads % blocks, row % heads
+    column, token = tl.arange(0, WIDTH), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
+    inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+    at = batch * l0 + block * l1 + head * l2 + token[:, None] * l3 + column[None, :]
+    own = tl.load(local + at, mask=inside, other=0.0).to(tl.float32)
+    if block >= first:
+        which = (batch * (blocks - first) + block - first) * kv_heads + head // (heads // kv_heads)
+        at = batch * q0 + block * q1 + head * q2 + token[:, None] * q3 + column[None, :]
+        feature = _sigma(tl.load(query + at, mask=inside, other=0.0).to(tl.float32), inside & real[None, :])
+        z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
+        known = _square(matrix + which * DIM * DIM, column, DIM).to(query.dtype.element_ty)
+        weight = tl.sum(feature * z[None, :], 1) + EPSILON
+        read = tl.dot(feature.to(known.dtype), known, input_precision="ieee") / weight[:, None]
+        if NORM:
+            read *= tl.rsqrt(tl.sum(read * read, 1) / REAL + NORM_EPSILON)[:, None]
+        own += tl.sigmoid(tl.load(gate + head).to(tl.float32)) * (read - own)
+    at = batch * m0 + block * m1 + head * m2 + token[:, None] * m3 + column[None, :]
+    tl.store(mixed + at, own.to(mixed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _recall_slopes(
+    gradient, query, local, matrix, normaliser, gate, of_query, of_local, of_matrix, of_normaliser, of_gate,
+    g0, g1, g2, g3, q0, q1, q2, q3, l0, l1, l2, l3, o0, o1, o2, o3, blocks, heads, kv_heads, first, tokens,
+    NORM: tl.constexpr, DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch, block, head = row // heads // blocks, row // heads % blocks, row % heads
+    column = tl.arange(0, WIDTH)
+    real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
+    gradient += batch * g0 + block * g1 + head * g2
+    query += batch * q0 + block * q1 + head * q2
+    local += batch * l0 + block * l1 + head * l2
+    of_query += batch * o0 + block * o1 + head * o2
+    of_local += batch * o0 + block * o1 + head * o2
+    if block < first:
+        for start in range(0, tokens, TILE):
+            token = start + tl.arange(0, TILE)
+            inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+            slope = tl.load(gradient + token[:, None] * g3 + column[None, :], mask=inside, other=0.0)
+            tl.store(of_local + token[:, None] * o3 + column[None, :], slope, mask=inside)
+            tl.store(of_query + token[:, None] * o3 + column[None, :], tl.zeros_like(slope), mask=inside)
+        tl.store(of_gate + row, 0.0)
+    else:
+        reads = batch * (blocks - first) + block - first
+        which = reads * kv_heads + head // (heads // kv_heads)
+        z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
+        known = _square(matrix + which * DIM * DIM, column, DIM).to(query.dtype.element_ty)
+        openness = tl.sigmoid(tl.load(gate + head).to(tl.float32))
+        of_known, of_z = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+        of_openness = 0.0
+        for start in range(0, tokens, TILE):
+            token = start + tl.arange(0, TILE)
+            inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+            x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            slope = tl.load(gradient + token[:, None] * g3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            feature = _sigma(x, inside & real[None, :])
+            narrow = feature.to(known.dtype)
+            weight = tl.sum(feature * z[None, :], 1) + EPSILON
+            read = tl.dot(narrow, known, input_precision="ieee") / weight[:, None]
+            shown = read
+            if NORM:
+                size = tl.rsqrt(tl.sum(read * read, 1) / REAL + NORM_EPSILON)[:, None]
+                shown = read * size
+            of_openness += tl.sum(slope * (shown - own))
+            of_read = openness * slope
+            if NORM:
+                of_read = size * (of_read - shown * (tl.sum(shown * of_read, 1) / REAL)[:, None])
+            of_product = (of_read / weight[:, None]).to(known.dtype)
+            of_weight = -tl.sum(read * of_read, 1) / weight
+            of_feature = tl.dot(of_product, tl.trans(known), input_precision="ieee") + of_weight[:, None] * z[None, :]
+            of_known = tl.dot(tl.trans(narrow), of_product, of_known, input_precision="ieee")
+            of_z += tl.sum(feature * of_weight[:, None], 0)
+            of_x = tl.where(real[None, :], of_feature * tl.where(x > 0, 1.0, feature), 0.0)
+            at = token[:, None] * o3 + column[None, :]
+            tl.store(of_query + at, of_x.to(of_query.dtype.element_ty), mask=inside)
+            tl.store(of_local + at, ((1 - openness) * slope).to(of_local.dtype.element_ty), mask=inside)
+        tl.store(of_gate + row, of_openness * openness * (1 - openness))
+        which = reads * heads + head
+        tl.store(of_normaliser + which * DIM + column, of_z, mask=column < DIM)
+        at = which * DIM * DIM + column[:, None] * DIM + column[None, :]
+        tl.store(of_matrix + at, of_known, mask=(column < DIM)[:, None] & (column < DIM)[None, :])
+
+
+@triton.jit
+def _fold_kernel(
+    key, value, normaliser, added, known, k0, k1, k2, k3, v0, v1, v2, v3, heads, blocks, tokens,
+    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch, head, block = row // blocks // heads, row // blocks % heads, row % blocks
+    column = tl.arange(0, WIDTH)
+    real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
+    key += batch * k0 + head * k1 + block * k2
+    value += batch * v0 + head * v1 + block * v2
+    z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
+    sum_added, sum_known = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
+    for start in range(0, tokens, TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+        x = tl.load(key + token[:, None] * k3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
+        feature = _sigma(x, inside & real[None, :])
+        scaled = feature / (tl.sum(feature * z[None, :], 1) + EPSILON)[:, None]
+        turned = tl.trans(feature.to(own.dtype))
+        sum_added = tl.dot(turned, own, sum_added, input_precision="ieee")
+        sum_known = tl.dot(turned, scaled.to(own.dtype), sum_known, input_precision="ieee")
+    at = row * DIM * DIM + column[:, None] * DIM + column[None, :]
+    inside = (column < DIM)[:, None] & (column < DIM)[None, :]
+    tl.store(added + at, sum_added, mask=inside)
+    tl.store(known + at, sum_known, mask=inside)
+
+
+@triton.jit
+def _fold_slopes(
+    of_added, twice_known, key, value, normaliser, of_key, of_value, of_normaliser,
+    k0, k1, k2, k3, v0, v1, v2, v3, o0, o1, o2, o3, heads, blocks, tokens,
+    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`twice_known` is the gradient of G plus its transpose: G is symmetric in what it is made of."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head, block = row // blocks // heads, row // blocks % heads, row % blocks
+    column = tl.arange(0, WIDTH)
+    real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
+    key += batch * k0 + head * k1 + block * k2
+    value += batch * v0 + head * v1 + block * v2
+    of_key += batch * o0 + head * o1 + block * o2
+    of_value += batch * o0 + head * o1 + block * o2
+    z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
+    slope = _square(of_added + row * DIM * DIM, column, DIM).to(key.dtype.element_ty)
+    twice = _square(twice_known + row * DIM * DIM, column, DIM).to(key.dtype.element_ty)
+    of_z = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, tokens, TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+        x = tl.load(key + token[:, None] * k3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
+        feature = _sigma(x, inside & real[None, :])
+        narrow = feature.to(own.dtype)
+        share = 1 / (tl.sum(feature * z[None, :], 1) + EPSILON)
+        turned = tl.dot(narrow, twice, input_precision="ieee")
+        of_weight = -0.5 * share * share * tl.sum(feature * turned, 1)
+        of_feature = tl.dot(own, tl.trans(slope), input_precision="ieee")
+        of_feature += share[:, None] * turned + of_weight[:, None] * z[None, :]
+        of_z += tl.sum(feature * of_weight[:, None], 0)
+        of_x = tl.where(real[None, :], of_feature * tl.where(x > 0, 1.0, feature), 0.0)
+        at = token[:, None] * o3 + column[None, :]
+        tl.store(of_key + at, of_x.to(of_key.dtype.element_ty), mask=inside)
+        of_own = tl.dot(narrow, slope, input_precision="ieee")
+        tl.store(of_value + at, of_own.to(of_value.dtype.element_ty), mask=inside)
+    tl.store(of_normaliser + row * DIM + column, of_z, mask=column < DIM)

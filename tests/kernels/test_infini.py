@@ -1,0 +1,128 @@
+"""Infini-Transformer's memory by kernels, against plain code."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from elastic_memory.kernels import infini
+from elastic_memory.memory import infini as module
+from elastic_memory.memory.contract import real_features
+from tests.conftest import small_model
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
+CASES = [
+    pytest.param("cpu", torch.float32, marks=interpreted),  # the interpreter has no products in bf16
+    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def draw(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def sigma(x, features):
+    return (F.elu(x) + 1) * real_features(features, x.shape[-1], x.device)
+
+
+def compare(fast, slow, inputs, dtype, skip=()):
+    """Outputs and gradients of two functions, the slow one in float64."""
+    device = inputs[0].device
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    ours, theirs = fast(*inputs), slow(*exact)
+    weights = [draw(*x.shape).to(device) for x in theirs]
+    found = torch.autograd.grad(ours, inputs, [w.to(x.dtype) for w, x in zip(weights, ours, strict=True)])
+    expected = torch.autograd.grad(theirs, exact, [w.double() for w in weights])
+    for index, (a, b) in enumerate(zip((*found, *ours), (*expected, *theirs), strict=True)):
+        if index not in skip:
+            assert (a - b).norm() <= TOLERANCE[dtype] * b.norm(), index
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("blocks", "first", "heads", "kv_heads", "tokens", "dim", "features"),
+    [(3, 1, 4, 2, 70, 24, 20), (2, 0, 2, 2, 64, 16, 16), (2, 1, 3, 1, 5, 96, 90), (1, 0, 1, 1, 130, 2, 2)],
+)
+def test_recall(blocks, first, heads, kv_heads, tokens, dim, features, norm, device, dtype):
+    query = draw(2, blocks, tokens, heads, dim).to(device, dtype).transpose(2, 3).requires_grad_()
+    local = draw(2, blocks, heads, tokens, dim).to(device, dtype).requires_grad_()
+    matrix = draw(2, blocks - first, kv_heads, dim, dim).to(device).requires_grad_()
+    normaliser = (draw(2, blocks - first, kv_heads, dim).abs() + 0.5).to(device).requires_grad_()
+    gate = draw(heads).to(device).requires_grad_()
+
+    def slow(query, local, matrix, normaliser, gate):
+        feature = sigma(query[:, first:], features)
+        matrix, normaliser = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (matrix, normaliser))
+        read = feature @ matrix / (feature @ normaliser[..., None] + 1e-6)
+        if norm:
+            read = read * (read.square().sum(-1, keepdim=True) / features + 1e-5).rsqrt()
+        rest = torch.lerp(local[:, first:], read, gate.sigmoid()[:, None, None])
+        return (torch.cat((local[:, :first], rest), dim=1),)
+
+    # A norm makes what is read independent of the normaliser but for its epsilon: that gradient is rounding.
+    skip = (3,) if norm else ()
+    fast = lambda *inputs: (infini.recall(*inputs, features, norm),)  # noqa: E731
+    compare(fast, slow, (query, local, matrix, normaliser, gate), dtype, skip)
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("blocks", "heads", "tokens", "dim", "features"), [(3, 2, 70, 24, 20), (2, 1, 5, 96, 90), (1, 3, 128, 16, 16)]
+)
+def test_fold(blocks, heads, tokens, dim, features, device, dtype):
+    key = draw(2, blocks, tokens, heads, dim).to(device, dtype).permute(0, 3, 1, 2, 4).requires_grad_()
+    value = draw(2, heads, blocks, tokens, dim).to(device, dtype).requires_grad_()
+    normaliser = (draw(2, heads, blocks, dim).abs() + 0.5).to(device).requires_grad_()
+
+    def slow(key, value, normaliser):
+        feature = sigma(key, features)
+        return feature.mT @ value, feature.mT @ (feature / (feature @ normaliser[..., None] + 1e-6))
+
+    compare(lambda *inputs: infini.fold(*inputs, features), slow, (key, value, normaliser), dtype)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"update": "linear"}, False),
+        ({"memory_norm": "none", "first_block": "zero"}, False),
+        ({"memory_norm": "qk", "detach_every": 2}, False),
+    ],
+)
+def test_a_model_trains_alike(options, compiled, ids, monkeypatch):
+    """Loss and gradients, with queries that share keys, padded heads and a short last block."""
+    results = []
+    for kernels in (None, infini):
+        monkeypatch.setattr(module.InfiniMemory, "_kernels", lambda self, *tensors, found=kernels: found)
+        model = small_model("infini", head_dim=6, pad_heads=True, memory_layers=[0, 2], memory_options=options)
+        if compiled:
+            model.compile_blocks(backend="aot_eager")
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        results.append((loss, *(parameter.grad for parameter in model.parameters())))
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, atol=2e-5, rtol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+def test_they_are_checked_before_use(device, dtype, monkeypatch):
+    assert module._error(torch.device(device), 96, dtype) < TOLERANCE[dtype]
+    monkeypatch.setattr(module, "_error", lambda *_: 0.5)
+    with pytest.warns(UserWarning, match="heads of 96 are off by 5.0e-01 here, plain code runs instead"):
+        assert not module._agrees.__wrapped__(device, 96)
+
+
+@pytest.mark.gpu
+def test_bf16_on_a_gpu_goes_this_way():
+    memory = small_model("infini", head_dim=64).cuda().memories[1]
+    x = torch.zeros(1, 1, 8, 64, device="cuda")
+    assert memory._kernels(x, x) is None and memory._kernels(x.half(), x.half()) is None
+    assert memory._kernels(x.bfloat16(), x.bfloat16()) is infini
