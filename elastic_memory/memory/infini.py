@@ -183,7 +183,7 @@ class InfiniMemory(Memory):
     def _kernels(self, *tensors: Tensor) -> Any:
         """Kernels for these tensors, or None."""
         dim, device = tensors[0].shape[-1], tensors[0].device
-        if any(x.dtype != torch.bfloat16 for x in tensors) or dim > 128 or dim % 2 or not triton_runs_on(device):
+        if any(x.dtype != torch.bfloat16 for x in tensors) or dim > 128 or dim % 2:
             return None
         from elastic_memory.kernels import infini
 
@@ -215,7 +215,7 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _works(device: str, dim: int) -> bool:
-    return _agrees(device, dim)
+    return triton_runs_on(torch.device(device)) and _agrees(device, dim)
 
 
 @lru_cache

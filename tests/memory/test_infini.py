@@ -1,12 +1,13 @@
 import pytest
 import torch
-from infini_transformer_pytorch.infini_transformer import FastweightMemory, Memories
 
 from elastic_memory.memory import Block, Geometry
 from elastic_memory.memory.infini import InfiniMemory
 from tests.memory.cases import BLOCK, fresh, logits, tokens, with_weights_of
 from tests.oracles import infini as oracle
 from tests.oracles import parts
+
+peer = pytest.importorskip("infini_transformer_pytorch.infini_transformer", reason="comes with the dev extra")
 
 GEOMETRY = Geometry(width=32, heads=4, kv_heads=4, head_dim=8, layers=1, block_size=BLOCK)
 
@@ -26,7 +27,7 @@ def test_an_independent_implementation_agrees(update):
     there and larger by 1e-6 here, which double precision shows at the eighth digit.
     """
     ours = InfiniMemory(GEOMETRY, update=update, memory_norm="none")
-    theirs = FastweightMemory(heads=4, use_mem_delta_rule=update == "delta")
+    theirs = peer.FastweightMemory(heads=4, use_mem_delta_rule=update == "delta")
     gate = torch.tensor([-2.0, -0.5, 0.3, 4.0], dtype=torch.float64)
     ours.gate.data, theirs.head_gates.data = gate, -gate
     query, key, value = heads(5)
@@ -42,7 +43,7 @@ def test_an_independent_implementation_agrees(update):
                 torch.testing.assert_close(reading[0], memories.kv_mem, atol=1e-6, rtol=1e-6)
                 torch.testing.assert_close(reading[1], memories.k_norm, atol=1e-6, rtol=1e-6)
                 torch.testing.assert_close(ours.mix(out, q, q, reading, None), expected, atol=1e-6, rtol=1e-6)
-        memories = Memories(*theirs.create_new_memories(k, v, memories))
+        memories = peer.Memories(*theirs.create_new_memories(k, v, memories))
         state = ours.write(state, Block(k, v), block * BLOCK)
 
 
