@@ -45,7 +45,7 @@ def floors(config: em.MemoryLlamaConfig, tokens: int) -> dict[str, tuple[float, 
         "attention": (layers * 3.5 * 2 * tokens * config.block_size * inner, layers * 2 * tokens * 12 * inner),
         "MLP products": product(3 * layers, width, hidden),
         "head": product(1, width, vocabulary),
-        "cross-entropy": (0, 3 * 2 * tokens * vocabulary),
+        "cross-entropy": (0, 2 * 2 * tokens * vocabulary),
         "norms and residuals": (0, (2 * layers + 1) * 8 * 2 * tokens * width),
         "rotary": (0, layers * 8 * 2 * tokens * inner),
         "SwiGLU": (0, layers * 8 * 2 * tokens * hidden),  # 2 read, 1 written; 3 read, 2 written
@@ -69,7 +69,7 @@ def part_of(operation: str, shapes: list, kernel: str, config: em.MemoryLlamaCon
             return "MLP products"
         return "projections of attention" if sizes <= {width, inner} else "memory and other"
     marks = {
-        "cross-entropy": ("softmax", "nll"),
+        "cross-entropy": ("softmax", "nll", "_losses"),
         "SwiGLU": ("silu",),
         "rotary": ("cat_mul", "cat_clone_mul", "neg_slice"),
         "norms and residuals": ("rsqrt", "pow", "view_add"),

@@ -45,9 +45,9 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...], list[float], list[float]]
 }  # fmt: skip
 # Rows of a step: 131,072 tokens. Pairs of models for which that is too much take half, or a quarter.
 TIERS: dict[str, dict[str, Any]] = {
-    "smoke": {"presets": dict.fromkeys(("1x", "200m", "400m"), "tiny"), "length": 512, "rows": 2, "repeats": 3},
-    "small": {"presets": {"1x": "100m"}, "length": 32768, "rows": 4, "repeats": 3},
-    "paper": {"presets": {"1x": "100m", "200m": "200m", "400m": "400m"}, "length": 32768, "rows": 4, "repeats": 3},
+    "smoke": {"presets": dict.fromkeys(("1x", "200m", "400m"), "tiny"), "length": 512, "rows": 2, "repeats": 4},
+    "small": {"presets": {"1x": "100m"}, "length": 32768, "rows": 4, "repeats": 4},
+    "paper": {"presets": {"1x": "100m", "200m": "200m", "400m": "400m"}, "length": 32768, "rows": 4, "repeats": 4},
 }
 
 

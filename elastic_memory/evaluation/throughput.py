@@ -1,11 +1,14 @@
 """Speed, as the paper defines it: samples per second in training and in evaluation, as a ratio to Transformer++.
 
-All models live in one process and take turns, so that a ratio is not a comparison of two moods of one machine.
+All models live in one process and take turns, so that a ratio is not a comparison of two moods of one machine. A GPU
+that begins to work slows down over its first seconds, most in the first: they are not counted, the order of the turns
+changes from round to round, and a ratio is that of times in one round.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +18,8 @@ from torch import nn
 from elastic_memory.evaluation.losses import Model, empty_cache, evaluating
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.training import capture
+
+WARM_SECONDS = 3.0  # of a GPU, before anything counts
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Medians of the repeats; ratios are to the first model; peak memory in bytes is known on a GPU only."""
+    """Medians of the rounds; ratios are to the first model; peak memory in bytes is known on a GPU only."""
 
     name: str
     training: float
@@ -47,7 +52,19 @@ class Throughput:
     decoding_ratio: float | None = None
 
 
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """Products of float32, of which memories have some, as training in bfloat16 has them."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 # Models in turns share the code that is compiled for each of them.
+@_tensor_cores()
 @torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
 def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     """Samples per second of training steps and of evaluation, tokens per second of decoding.
@@ -86,21 +103,30 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
             del own["decoding"]
     amount = {"training": work.rows * work.steps, "inference": work.rows, "decoding": work.rows * work.decoded}
     seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds[name]} for name in models}
-    for repeat in range(work.repeats + 1):
-        for name in models:
+    begin, warm, order = time.perf_counter(), False, list(models)
+    while len(seconds[order[0]]["training"]) < work.repeats:
+        for name in order:
             for kind, run in kinds[name].items():
                 taken = run()
-                if repeat:  # the first round warms up
+                if warm:
                     seconds[name][kind].append(taken)
-    rates = {
-        name: {kind: amount[kind] / statistics.median(times) for kind, times in taken.items()}
-        for name, taken in seconds.items()
-    }
-    base = next(iter(rates.values()))
+        cold = _device(models[order[0]]).type == "cuda" and time.perf_counter() - begin < WARM_SECONDS
+        warm, order = warm or not cold, order[::-1]
+    base = next(iter(seconds.values()))
     return [
-        Throughput(name, **own, **{f"{kind}_ratio": own[kind] / base[kind] for kind in own}, peak_memory=peaks[name])
-        for name, own in rates.items()
+        Throughput(
+            name,
+            **{kind: amount[kind] / statistics.median(times) for kind, times in own.items()},
+            **{f"{kind}_ratio": _ratio(base[kind], times) for kind, times in own.items()},
+            peak_memory=peaks[name],
+        )
+        for name, own in seconds.items()
     ]
+
+
+def _ratio(base: list[float], own: list[float]) -> float:
+    """How fast, where the base is 1: each round for itself."""
+    return statistics.median(theirs / ours for theirs, ours in zip(base, own, strict=True))
 
 
 def _step(model: Model, ids: Int[Tensor, "row token"]) -> Float[Tensor, ""]:
@@ -174,7 +200,9 @@ def _check_room(peaks: Mapping[str, int | None], captured: list[str]) -> None:
     """A graph keeps its memory while other models take their turns; failing inside a capture would break the device."""
     if not captured:
         return
-    needed = sum(peaks[name] or 0 for name in captured) + max(peaks[name] or 0 for name in peaks)
+    needed = sum(peaks[name] or 0 for name in captured) + max(
+        (peak or 0 for name, peak in peaks.items() if name not in captured), default=0
+    )
     room = int(0.9 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     if needed > room:
         raise torch.OutOfMemoryError(

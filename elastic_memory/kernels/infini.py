@@ -3,7 +3,8 @@
 Plain code passes over queries, keys, values and what is read a dozen times in float32; here each is read once, and
 features, weights and norms exist only inside a program. Operations of their own, so that compiled graphs can hold them.
 
-Programs loop over the tokens of one block in one head; tensors of tokens may be strided, except along the last axis.
+A program loops over tokens of one block in one head: a chunk of them, or all where it sums them up. Tensors of tokens
+may be strided, except along the last axis.
 """
 
 # Constants of the compiled program are in capitals, as Triton has it.
@@ -19,7 +20,7 @@ from elastic_memory.shapes import Float, Tensor
 
 EPSILON = tl.constexpr(1e-6)  # of normalisers
 NORM_EPSILON = tl.constexpr(1e-5)
-TILE = 64  # tokens at a time
+CHUNK = 512  # tokens of a program that sums nothing up
 
 
 def recall(
@@ -45,8 +46,10 @@ def fold(
     return _fold(key, value, normaliser, features)
 
 
-def _sizes(dim: int, features: int) -> dict[str, int]:
-    return {"DIM": dim, "REAL": features, "WIDTH": max(16, triton.next_power_of_2(dim)), "TILE": TILE, "num_warps": 8}
+def _sizes(dim: int, features: int, tile: int, warps: int, stages: int = 2) -> dict[str, int]:
+    """Callers choose a tile of tokens, warps and stages so that on Hopper nothing leaves the registers."""
+    width = max(16, triton.next_power_of_2(dim))
+    return {"DIM": dim, "REAL": features, "WIDTH": width, "TILE": tile, "num_warps": warps, "num_stages": stages}
 
 
 def _laid_out(x: Tensor) -> Tensor:
@@ -63,14 +66,14 @@ def _strided(x: Tensor) -> Tensor:
 def _recall(
     query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, features: int, norm: bool
 ) -> Tensor:
-    query, local, matrix, normaliser = _strided(query), _strided(local), matrix.contiguous(), normaliser.contiguous()
+    query, local, normaliser = _strided(query), _strided(local), normaliser.contiguous()
     batch, blocks, heads, tokens, dim = query.shape
-    mixed = _laid_out(local)
+    mixed, known = _laid_out(local), matrix.to(query.dtype).contiguous()
     with torch.cuda.device_of(query):
-        _recall_kernel[(batch * blocks * heads, triton.cdiv(tokens, TILE))](
-            query, local, matrix, normaliser, gate, mixed, *query.stride()[:4], *local.stride()[:4],
+        _recall_kernel[(batch * blocks * heads, triton.cdiv(tokens, CHUNK))](
+            query, local, known, normaliser, gate, mixed, *query.stride()[:4], *local.stride()[:4],
             *mixed.stride()[:4], blocks, heads, matrix.shape[2], blocks - matrix.shape[1], tokens, NORM=norm,
-            **_sizes(dim, features),
+            CHUNK=CHUNK, **_sizes(dim, features, 32, 8),
         )  # fmt: skip
     return mixed
 
@@ -80,18 +83,23 @@ def _recall_backward(
     gradient: Tensor, query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, features: int,
     norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients; those of matrix and normaliser for each head that reads, that of the gate for each block."""
-    gradient, query, local = _strided(gradient), _strided(query), _strided(local)
-    matrix, normaliser = matrix.contiguous(), normaliser.contiguous()
+    """Gradients; of matrix and normaliser for each head that reads, of normaliser and gate for each chunk."""
+    gradient, query, local, normaliser = _strided(gradient), _strided(query), _strided(local), normaliser.contiguous()
     batch, blocks, heads, tokens, dim = query.shape
-    of_query, of_local = _laid_out(query), _laid_out(local)
-    of_matrix = matrix.new_empty(batch, matrix.shape[1], heads, dim, dim)
-    of_normaliser, of_gate = matrix.new_empty(of_matrix.shape[:-1]), matrix.new_empty(batch, blocks, heads)
+    reads, kv_heads, chunks = *matrix.shape[1:3], triton.cdiv(tokens, CHUNK)
+    of_query, of_local, known = _laid_out(query), _laid_out(local), matrix.to(query.dtype).contiguous()
+    of_matrix = normaliser.new_empty(batch, reads, heads, dim, dim)
+    of_normaliser = normaliser.new_empty(batch, reads, heads, chunks, dim)
+    of_gate = normaliser.new_empty(batch, blocks, heads, chunks)
     with torch.cuda.device_of(query):
-        _recall_slopes[(batch * blocks * heads,)](
-            gradient, query, local, matrix, normaliser, gate, of_query, of_local, of_matrix, of_normaliser, of_gate,
+        _recall_slopes[(batch * blocks * heads, chunks)](
+            gradient, query, local, known, normaliser, gate, of_query, of_local, of_normaliser, of_gate,
             *gradient.stride()[:4], *query.stride()[:4], *local.stride()[:4], *of_query.stride()[:4],
-            blocks, heads, matrix.shape[2], blocks - matrix.shape[1], tokens, NORM=norm, **_sizes(dim, features),
+            blocks, heads, kv_heads, blocks - reads, tokens, NORM=norm, CHUNK=CHUNK, **_sizes(dim, features, 32, 8),
+        )  # fmt: skip
+        _recall_matrix_slopes[(batch * reads * heads,)](
+            gradient, query, known, normaliser, gate, of_matrix, *gradient.stride()[:4], *query.stride()[:4],
+            blocks, heads, kv_heads, blocks - reads, tokens, NORM=norm, **_sizes(dim, features, 32, 8),
         )  # fmt: skip
     return of_query, of_local, of_matrix, of_normaliser, of_gate
 
@@ -104,7 +112,7 @@ def _fold(key: Tensor, value: Tensor, normaliser: Tensor, features: int) -> tupl
     with torch.cuda.device_of(key):
         _fold_kernel[(batch * heads * blocks,)](
             key, value, normaliser, added, known, *key.stride()[:4], *value.stride()[:4], heads, blocks, tokens,
-            **_sizes(dim, features),
+            **_sizes(dim, features, 64, 16),
         )  # fmt: skip
     return added, known
 
@@ -116,12 +124,13 @@ def _fold_backward(
     key, value, normaliser = _strided(key), _strided(value), normaliser.contiguous()
     batch, heads, blocks, tokens, dim = key.shape
     of_key, of_value = (_laid_out(x.transpose(1, 2)).transpose(1, 2) for x in (key, value))
-    of_normaliser = torch.empty_like(normaliser)
+    chunks, twice = triton.cdiv(tokens, CHUNK), of_known + of_known.mT
+    of_normaliser = normaliser.new_empty(batch, heads, blocks, chunks, dim)
     with torch.cuda.device_of(key):
-        _fold_slopes[(batch * heads * blocks,)](
-            of_added.contiguous(), (of_known + of_known.mT).contiguous(), key, value, normaliser,
+        _fold_slopes[(batch * heads * blocks, chunks)](
+            of_added.to(key.dtype).contiguous(), twice.to(key.dtype).contiguous(), key, value, normaliser,
             of_key, of_value, of_normaliser, *key.stride()[:4], *value.stride()[:4], *of_key.stride()[:4],
-            heads, blocks, tokens, **_sizes(dim, features),
+            heads, blocks, tokens, CHUNK=CHUNK, **_sizes(dim, features, 32, 4, stages=1),
         )  # fmt: skip
     return of_key, of_value, of_normaliser
 
@@ -133,10 +142,11 @@ def _(query: Tensor, local: Tensor, *_: Any) -> Tensor:
 
 @_recall_backward.register_fake
 def _(gradient: Tensor, query: Tensor, local: Tensor, matrix: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    batch, blocks, heads, _tokens, dim = query.shape
-    of_matrix = matrix.new_empty(batch, matrix.shape[1], heads, dim, dim)
-    of_normaliser, of_gate = matrix.new_empty(of_matrix.shape[:-1]), matrix.new_empty(batch, blocks, heads)
-    return _laid_out(query), _laid_out(local), of_matrix, of_normaliser, of_gate
+    batch, blocks, heads, tokens, dim = query.shape
+    reads, chunks = matrix.shape[1], triton.cdiv(tokens, CHUNK)
+    of_matrix = matrix.new_empty(batch, reads, heads, dim, dim)
+    of_normaliser = matrix.new_empty(batch, reads, heads, chunks, dim)
+    return _laid_out(query), _laid_out(local), of_matrix, of_normaliser, matrix.new_empty(batch, blocks, heads, chunks)
 
 
 @_fold.register_fake
@@ -151,7 +161,8 @@ def _(
     of_added: Tensor, of_known: Tensor, key: Tensor, value: Tensor, normaliser: Tensor, features: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_key, of_value = (_laid_out(x.transpose(1, 2)).transpose(1, 2) for x in (key, value))
-    return of_key, of_value, torch.empty_like(normaliser, memory_format=torch.contiguous_format)
+    chunks = triton.cdiv(key.shape[3], CHUNK)
+    return of_key, of_value, normaliser.new_empty(*normaliser.shape[:3], chunks, normaliser.shape[3])
 
 
 def _remember(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -161,13 +172,14 @@ def _remember(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _recall_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     matrix, gate = ctx.saved_tensors[2], ctx.saved_tensors[4]
-    slopes = _recall_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-    of_matrix, of_normaliser = (x.unflatten(2, (matrix.shape[2], -1)).sum(3) for x in slopes[2:4])
-    return *slopes[:2], of_matrix, of_normaliser, slopes[4].sum((0, 1)).to(gate.dtype), None, None
+    *of_tokens, of_matrix, of_normaliser, of_gate = _recall_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    of_matrix, of_normaliser = (x.unflatten(2, (matrix.shape[2], -1)).sum(3) for x in (of_matrix, of_normaliser.sum(3)))
+    return *of_tokens, of_matrix, of_normaliser, of_gate.sum((0, 1, 3)).to(gate.dtype), None, None
 
 
 def _fold_gradients(ctx: Any, of_added: Tensor, of_known: Tensor) -> tuple[Tensor | None, ...]:
-    return *_fold_backward(of_added, of_known, *ctx.saved_tensors, *ctx.settings), None
+    of_key, of_value, of_normaliser = _fold_backward(of_added, of_known, *ctx.saved_tensors, *ctx.settings)
+    return of_key, of_value, of_normaliser.sum(3), None
 
 
 _recall.register_autograd(_recall_gradients, setup_context=_remember)
@@ -176,8 +188,21 @@ _fold.register_autograd(_fold_gradients, setup_context=_remember)
 
 @triton.jit
 def _sigma(x, real):
-    """ELU + 1, and zero where nothing is."""
-    return tl.where(real, tl.where(x > 0, x + 1, tl.exp(x)), 0.0)
+    """ELU + 1, and zero where nothing is; its slope is itself, where that is below 1, and 1 elsewhere."""
+    wide = x.to(tl.float32)
+    return tl.where(real, tl.where(wide > 0, wide + 1, tl.exp(wide)), 0.0).to(x.dtype)
+
+
+@triton.jit
+def _scale(product, feature, z, NORM: tl.constexpr, REAL: tl.constexpr):
+    """What a row of sigma(q) M is multiplied by, and its weight sigma(q) z.
+
+    Divided by the weight; normalised after that, the weight matters only to the epsilon.
+    """
+    weight = tl.sum(feature.to(tl.float32) * z[None, :], 1) + EPSILON
+    if NORM:
+        return tl.rsqrt(tl.sum(product * product, 1) / REAL + NORM_EPSILON * weight * weight), weight
+    return 1 / weight, weight
 
 
 @triton.jit
@@ -191,38 +216,58 @@ def _square(matrix, column, DIM: tl.constexpr):
 @triton.jit
 def _recall_kernel(
     query, local, matrix, normaliser, gate, mixed, q0, q1, q2, q3, l0, l1, l2, l3, m0, m1, m2, m3,
-    blocks, heads, kv_heads, first, tokens,
-    NORM: tl.constexpr, DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    blocks, heads, kv_heads, first, tokens, NORM: tl.constexpr, CHUNK: tl.constexpr,
+    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
     batch, block, head = row // heads // blocks, row // heads % blocks, row % heads
-    column, token = tl.arange(0, WIDTH), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, WIDTH)
     real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
-    inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-    at = batch * l0 + block * l1 + head * l2 + token[:, None] * l3 + column[None, :]
-    own = tl.load(local + at, mask=inside, other=0.0).to(tl.float32)
-    if block >= first:
-        which = (batch * (blocks - first) + block - first) * kv_heads + head // (heads // kv_heads)
-        at = batch * q0 + block * q1 + head * q2 + token[:, None] * q3 + column[None, :]
-        feature = _sigma(tl.load(query + at, mask=inside, other=0.0).to(tl.float32), inside & real[None, :])
-        z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
-        known = _square(matrix + which * DIM * DIM, column, DIM).to(query.dtype.element_ty)
-        weight = tl.sum(feature * z[None, :], 1) + EPSILON
-        read = tl.dot(feature.to(known.dtype), known, input_precision="ieee") / weight[:, None]
-        if NORM:
-            read *= tl.rsqrt(tl.sum(read * read, 1) / REAL + NORM_EPSILON)[:, None]
-        own += tl.sigmoid(tl.load(gate + head).to(tl.float32)) * (read - own)
-    at = batch * m0 + block * m1 + head * m2 + token[:, None] * m3 + column[None, :]
-    tl.store(mixed + at, own.to(mixed.dtype.element_ty), mask=inside)
+    query += batch * q0 + block * q1 + head * q2
+    local += batch * l0 + block * l1 + head * l2
+    mixed += batch * m0 + block * m1 + head * m2
+    # Blocks that read nothing compute with what the first reads, and do not use it.
+    reads = batch * (blocks - first) + tl.maximum(block - first, 0)
+    which = reads * kv_heads + head // (heads // kv_heads)
+    z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
+    known = _square(matrix + which * DIM * DIM, column, DIM)
+    openness = tl.where(block < first, 0.0, tl.sigmoid(tl.load(gate + head).to(tl.float32)))
+    for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+        x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0)
+        feature = _sigma(x, inside & real[None, :])
+        product = tl.dot(feature, known, input_precision="ieee")
+        read = product * _scale(product, feature, z, NORM, REAL)[0][:, None]
+        own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        own += openness * (read - own)
+        tl.store(mixed + token[:, None] * m3 + column[None, :], own.to(mixed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _of_product(feature, slope, known, z, openness, NORM: tl.constexpr, REAL: tl.constexpr):
+    """What is read, and the gradients of sigma(q) M and of the weight, given that of what comes out."""
+    product = tl.dot(feature, known, input_precision="ieee")
+    scale, weight = _scale(product, feature, z, NORM, REAL)
+    read = product * scale[:, None]
+    of_read = openness * slope
+    along = tl.sum(read * of_read, 1)
+    if NORM:
+        of_read -= read * (along / REAL)[:, None]
+        of_weight = -NORM_EPSILON * weight * scale * scale * along
+    else:
+        of_weight = -scale * along
+    return read, (of_read * scale[:, None]).to(known.dtype), of_weight
 
 
 @triton.jit
 def _recall_slopes(
-    gradient, query, local, matrix, normaliser, gate, of_query, of_local, of_matrix, of_normaliser, of_gate,
+    gradient, query, local, matrix, normaliser, gate, of_query, of_local, of_normaliser, of_gate,
     g0, g1, g2, g3, q0, q1, q2, q3, l0, l1, l2, l3, o0, o1, o2, o3, blocks, heads, kv_heads, first, tokens,
-    NORM: tl.constexpr, DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    NORM: tl.constexpr, CHUNK: tl.constexpr,
+    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
     batch, block, head = row // heads // blocks, row // heads % blocks, row % heads
     column = tl.arange(0, WIDTH)
     real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
@@ -231,54 +276,63 @@ def _recall_slopes(
     local += batch * l0 + block * l1 + head * l2
     of_query += batch * o0 + block * o1 + head * o2
     of_local += batch * o0 + block * o1 + head * o2
-    if block < first:
-        for start in range(0, tokens, TILE):
-            token = start + tl.arange(0, TILE)
-            inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-            slope = tl.load(gradient + token[:, None] * g3 + column[None, :], mask=inside, other=0.0)
-            tl.store(of_local + token[:, None] * o3 + column[None, :], slope, mask=inside)
-            tl.store(of_query + token[:, None] * o3 + column[None, :], tl.zeros_like(slope), mask=inside)
-        tl.store(of_gate + row, 0.0)
-    else:
-        reads = batch * (blocks - first) + block - first
-        which = reads * kv_heads + head // (heads // kv_heads)
-        z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
-        known = _square(matrix + which * DIM * DIM, column, DIM).to(query.dtype.element_ty)
-        openness = tl.sigmoid(tl.load(gate + head).to(tl.float32))
-        of_known, of_z = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
-        of_openness = 0.0
-        for start in range(0, tokens, TILE):
-            token = start + tl.arange(0, TILE)
-            inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-            x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            slope = tl.load(gradient + token[:, None] * g3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            feature = _sigma(x, inside & real[None, :])
-            narrow = feature.to(known.dtype)
-            weight = tl.sum(feature * z[None, :], 1) + EPSILON
-            read = tl.dot(narrow, known, input_precision="ieee") / weight[:, None]
-            shown = read
-            if NORM:
-                size = tl.rsqrt(tl.sum(read * read, 1) / REAL + NORM_EPSILON)[:, None]
-                shown = read * size
-            of_openness += tl.sum(slope * (shown - own))
-            of_read = openness * slope
-            if NORM:
-                of_read = size * (of_read - shown * (tl.sum(shown * of_read, 1) / REAL)[:, None])
-            of_product = (of_read / weight[:, None]).to(known.dtype)
-            of_weight = -tl.sum(read * of_read, 1) / weight
-            of_feature = tl.dot(of_product, tl.trans(known), input_precision="ieee") + of_weight[:, None] * z[None, :]
-            of_known = tl.dot(tl.trans(narrow), of_product, of_known, input_precision="ieee")
-            of_z += tl.sum(feature * of_weight[:, None], 0)
-            of_x = tl.where(real[None, :], of_feature * tl.where(x > 0, 1.0, feature), 0.0)
-            at = token[:, None] * o3 + column[None, :]
-            tl.store(of_query + at, of_x.to(of_query.dtype.element_ty), mask=inside)
-            tl.store(of_local + at, ((1 - openness) * slope).to(of_local.dtype.element_ty), mask=inside)
-        tl.store(of_gate + row, of_openness * openness * (1 - openness))
-        which = reads * heads + head
-        tl.store(of_normaliser + which * DIM + column, of_z, mask=column < DIM)
-        at = which * DIM * DIM + column[:, None] * DIM + column[None, :]
-        tl.store(of_matrix + at, of_known, mask=(column < DIM)[:, None] & (column < DIM)[None, :])
+    reads = batch * (blocks - first) + tl.maximum(block - first, 0)
+    which = reads * kv_heads + head // (heads // kv_heads)
+    z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
+    known = _square(matrix + which * DIM * DIM, column, DIM)
+    openness = tl.where(block < first, 0.0, tl.sigmoid(tl.load(gate + head).to(tl.float32)))
+    of_z, of_openness = tl.zeros([WIDTH], tl.float32), 0.0
+    for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+        x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0)
+        feature = _sigma(x, inside & real[None, :])
+        slope = tl.load(gradient + token[:, None] * g3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        read, of_product, of_weight = _of_product(feature, slope, known, z, openness, NORM, REAL)
+        own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        of_openness += tl.sum(slope * (read - own))
+        at = token[:, None] * o3 + column[None, :]
+        tl.store(of_local + at, ((1 - openness) * slope).to(of_local.dtype.element_ty), mask=inside)
+        of_feature = tl.dot(of_product, tl.trans(known), input_precision="ieee") + of_weight[:, None] * z[None, :]
+        wide = feature.to(tl.float32)
+        of_z += tl.sum(wide * of_weight[:, None], 0)
+        of_x = of_feature * tl.minimum(wide, 1.0)
+        tl.store(of_query + at, of_x.to(of_query.dtype.element_ty), mask=inside)
+    chunk, chunks = tl.program_id(1), tl.num_programs(1)
+    tl.store(of_gate + row * chunks + chunk, of_openness * openness * (1 - openness))
+    if block >= first:
+        tl.store(of_normaliser + ((reads * heads + head) * chunks + chunk) * DIM + column, of_z, mask=column < DIM)
+
+
+@triton.jit
+def _recall_matrix_slopes(
+    gradient, query, matrix, normaliser, gate, of_matrix, g0, g1, g2, g3, q0, q1, q2, q3,
+    blocks, heads, kv_heads, first, tokens,
+    NORM: tl.constexpr, DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of its own, as a matrix summed up leaves no registers for the rest."""
+    row = tl.program_id(0).to(tl.int64)
+    reads, head = row // heads, row % heads
+    batch, block = reads // (blocks - first), reads % (blocks - first) + first
+    column = tl.arange(0, WIDTH)
+    real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
+    gradient += batch * g0 + block * g1 + head * g2
+    query += batch * q0 + block * q1 + head * q2
+    which = reads * kv_heads + head // (heads // kv_heads)
+    z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
+    known = _square(matrix + which * DIM * DIM, column, DIM)
+    openness = tl.sigmoid(tl.load(gate + head).to(tl.float32))
+    of_known = tl.zeros([WIDTH, WIDTH], tl.float32)
+    for start in range(0, tokens, TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+        x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0)
+        feature = _sigma(x, inside & real[None, :])
+        slope = tl.load(gradient + token[:, None] * g3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        of_product = _of_product(feature, slope, known, z, openness, NORM, REAL)[1]
+        of_known = tl.dot(tl.trans(feature), of_product, of_known, input_precision="ieee")
+    at = row * DIM * DIM + column[:, None] * DIM + column[None, :]
+    tl.store(of_matrix + at, of_known, mask=(column < DIM)[:, None] & (column < DIM)[None, :])
 
 
 @triton.jit
@@ -297,13 +351,14 @@ def _fold_kernel(
     for start in range(0, tokens, TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-        x = tl.load(key + token[:, None] * k3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
+        x = tl.load(key + token[:, None] * k3 + column[None, :], mask=inside, other=0.0)
         feature = _sigma(x, inside & real[None, :])
-        scaled = feature / (tl.sum(feature * z[None, :], 1) + EPSILON)[:, None]
-        turned = tl.trans(feature.to(own.dtype))
+        wide = feature.to(tl.float32)
+        scaled = (wide / (tl.sum(wide * z[None, :], 1) + EPSILON)[:, None]).to(feature.dtype)
+        turned = tl.trans(feature)
+        own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
         sum_added = tl.dot(turned, own, sum_added, input_precision="ieee")
-        sum_known = tl.dot(turned, scaled.to(own.dtype), sum_known, input_precision="ieee")
+        sum_known = tl.dot(turned, scaled, sum_known, input_precision="ieee")
     at = row * DIM * DIM + column[:, None] * DIM + column[None, :]
     inside = (column < DIM)[:, None] & (column < DIM)[None, :]
     tl.store(added + at, sum_added, mask=inside)
@@ -314,10 +369,10 @@ def _fold_kernel(
 def _fold_slopes(
     of_added, twice_known, key, value, normaliser, of_key, of_value, of_normaliser,
     k0, k1, k2, k3, v0, v1, v2, v3, o0, o1, o2, o3, heads, blocks, tokens,
-    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr, DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """`twice_known` is the gradient of G plus its transpose: G is symmetric in what it is made of."""
-    row = tl.program_id(0).to(tl.int64)
+    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
     batch, head, block = row // blocks // heads, row // blocks % heads, row % blocks
     column = tl.arange(0, WIDTH)
     real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
@@ -326,25 +381,26 @@ def _fold_slopes(
     of_key += batch * o0 + head * o1 + block * o2
     of_value += batch * o0 + head * o1 + block * o2
     z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
-    slope = _square(of_added + row * DIM * DIM, column, DIM).to(key.dtype.element_ty)
-    twice = _square(twice_known + row * DIM * DIM, column, DIM).to(key.dtype.element_ty)
+    slope = _square(of_added + row * DIM * DIM, column, DIM)
+    twice = _square(twice_known + row * DIM * DIM, column, DIM)
     of_z = tl.zeros([WIDTH], tl.float32)
-    for start in range(0, tokens, TILE):
+    for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-        x = tl.load(key + token[:, None] * k3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
+        x = tl.load(key + token[:, None] * k3 + column[None, :], mask=inside, other=0.0)
         feature = _sigma(x, inside & real[None, :])
-        narrow = feature.to(own.dtype)
-        share = 1 / (tl.sum(feature * z[None, :], 1) + EPSILON)
-        turned = tl.dot(narrow, twice, input_precision="ieee")
-        of_weight = -0.5 * share * share * tl.sum(feature * turned, 1)
+        at = token[:, None] * o3 + column[None, :]
+        of_own = tl.dot(feature, slope, input_precision="ieee")
+        tl.store(of_value + at, of_own.to(of_value.dtype.element_ty), mask=inside)
+        wide = feature.to(tl.float32)
+        share = 1 / (tl.sum(wide * z[None, :], 1) + EPSILON)
+        turned = tl.dot(feature, twice, input_precision="ieee")
+        of_weight = -0.5 * share * share * tl.sum(wide * turned, 1)
+        of_z += tl.sum(wide * of_weight[:, None], 0)
+        own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
         of_feature = tl.dot(own, tl.trans(slope), input_precision="ieee")
         of_feature += share[:, None] * turned + of_weight[:, None] * z[None, :]
-        of_z += tl.sum(feature * of_weight[:, None], 0)
-        of_x = tl.where(real[None, :], of_feature * tl.where(x > 0, 1.0, feature), 0.0)
-        at = token[:, None] * o3 + column[None, :]
+        of_x = of_feature * tl.minimum(wide, 1.0)
         tl.store(of_key + at, of_x.to(of_key.dtype.element_ty), mask=inside)
-        of_own = tl.dot(narrow, slope, input_precision="ieee")
-        tl.store(of_value + at, of_own.to(of_value.dtype.element_ty), mask=inside)
-    tl.store(of_normaliser + row * DIM + column, of_z, mask=column < DIM)
+    chunk, chunks = tl.program_id(1), tl.num_programs(1)
+    tl.store(of_normaliser + (row * chunks + chunk) * DIM + column, of_z, mask=column < DIM)

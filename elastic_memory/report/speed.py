@@ -131,6 +131,24 @@ def streaming(root: Path, what: str) -> str:
     return Table("Streams", columns, rows, note).markdown()
 
 
+def decoding(root: Path) -> str:
+    """A step, kernel by kernel."""
+    record, rows = newest(root, "decoding"), []
+    for run in record["runs"]:
+        batch, step, floor = f"{run['rows']} rows" if run["rows"] > 1 else "1 row", run["step_us"], run["floor_us"]
+        rows.append([batch, "step", "-", f"{floor:.0f}", f"{step['fused']:.0f}", f"{step['plain']:.0f}"])
+        for one in run["kernels"]:
+            least = f"{one['floor_us']:.0f}" if "floor_us" in one else "-"
+            rows.append([batch, one["kernel"].strip("_"), str(one["launches"]), least, f"{one['us']:.0f}", "-"])
+    columns = ["batch", "what", "launches", "floor", "our kernels", "torch's"]
+    note = (
+        f"Microseconds; preset {record['preset']} with half a block open. A step is a captured graph whose kernels "
+        f"overlap; kernels are timed one after the other. {record['device']}, torch {record['torch']}, "
+        f"{record['date']}, commit {record['environment']['commit']}."
+    )
+    return Table("A decoding step", columns, rows, note).markdown()
+
+
 def operators(root: Path) -> str:
     """Building operators, on a CPU and on a GPU."""
     records = [newest(root, f"operators-{device}") for device in ("cpu", "cuda")]
@@ -158,6 +176,7 @@ def page(root: Path, text: str) -> str:
         "roofline": roofline(root),
         "peers": peers(root),
         "streaming": streaming(root, "streaming-h200"),
+        "decoding": decoding(root),
         "streaming-cpu": streaming(root, "streaming-cpu"),
         "operators": operators(root),
     }

@@ -43,6 +43,24 @@ def test_rates_and_ratios_are_those_of_the_models(monkeypatch):
     assert fast.peak_memory is None
 
 
+def test_a_machine_that_slows_down_favours_nobody(monkeypatch):
+    """Equal models, while every call takes longer than the one before, and less so from call to call."""
+    module = sys.modules["elastic_memory.evaluation.throughput"]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
+    slope = [1.0]
+
+    class Warming(Slow):
+        def forward(self, *args, **kwargs):
+            slope[0] *= 0.97
+            self.seconds = 0.1 * (1 - slope[0] / 2)
+            return super().forward(*args, **kwargs)
+
+    work = Workload(length=16, decoded=0, steps=2, repeats=4)
+    _, found = throughput({"one": Warming(0), "other": Warming(0)}, work)
+    assert found.training_ratio == pytest.approx(1, abs=0.004)
+    assert found.inference_ratio == pytest.approx(1, abs=0.02)
+
+
 def test_timing_trains_nothing():
     model = model_with()
     before = [weight.clone() for weight in model.parameters()]
