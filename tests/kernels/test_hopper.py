@@ -1,0 +1,25 @@
+"""Every kernel compiles for Hopper, on a machine without a GPU too, and keeps its numbers in registers."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+LAUNCHED = {
+    "_recall_kernel", "_recall_slopes", "_recall_matrix_slopes", "_fold_kernel", "_fold_slopes", "_losses", "_climb",
+    "_column", "_project", "_attend", "_merge", "_expand", "_contract",
+}  # fmt: skip
+
+
+def test_kernels_compile_and_nothing_is_spilled():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {one["kernel"] for one in found} == LAUNCHED
+    assert not [one for one in found if one["spilled"]]
