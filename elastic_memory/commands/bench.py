@@ -13,7 +13,7 @@ def bench(
     multiple: Annotated[int, typer.Option(help="Memory size as a multiple of the paper's.")] = 1,
     length: Annotated[int | None, typer.Option(help="Tokens of a sample (default 16 blocks).")] = None,
     rows: Annotated[int, typer.Option(help="Samples of a step.")] = 2,
-    repeats: Annotated[int, typer.Option(help="Rounds that are timed, after one that is not.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Rounds that are timed, an even number; the first ones are not.")] = 4,
     out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
 ) -> None:
     """Time training, evaluation and decoding of every mechanism, as ratios to Transformer++ in the same process.

@@ -27,7 +27,7 @@ class Workload:
     """What is timed: rows of `length` tokens, `rows` at a time; decoding one token at a time after `history` tokens.
 
     Training takes `steps` between two looks at the clock, as a GPU that waits for the clock is not training. Nothing
-    is decoded if `decoded` is 0.
+    is decoded if `decoded` is 0. An odd number of `repeats` is one more, for the order of turns to be fair.
     """
 
     length: int
@@ -35,7 +35,7 @@ class Workload:
     history: int = 4096
     decoded: int = 32
     steps: int = 3
-    repeats: int = 5
+    repeats: int = 4
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Throughput:
 
 @contextmanager
 def _tensor_cores() -> Iterator[None]:
-    """Products of float32, of which memories have some, as training in bfloat16 has them."""
+    """Products of float32, of which memories have some, as training in bfloat16 has them; evaluation gets the same."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -74,6 +74,8 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     """
     if not models:
         raise ValueError("no models to time: the first is the one others are compared with")
+    if work.repeats < 1:
+        raise ValueError(f"repeats={work.repeats}: give a number of rounds from 1 on")
     ids = {name: _random_ids(model, work) for name, model in models.items()}
     optimizers = {
         name: torch.optim.AdamW(model.parameters(), lr=0.0, fused=_device(model).type == "cuda")
@@ -103,15 +105,17 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
             del own["decoding"]
     amount = {"training": work.rows * work.steps, "inference": work.rows, "decoding": work.rows * work.decoded}
     seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds[name]} for name in models}
-    begin, warm, order = time.perf_counter(), False, list(models)
-    while len(seconds[order[0]]["training"]) < work.repeats:
+    order = list(models)
+    warm: float | None = None  # when all was compiled
+    rounds = work.repeats + work.repeats % 2  # each order as often as the other
+    while len(seconds[order[0]]["training"]) < rounds:
+        counts = warm is not None and time.perf_counter() - warm >= _warm_seconds(models[order[0]])
         for name in order:
             for kind, run in kinds[name].items():
                 taken = run()
-                if warm:
+                if counts:
                     seconds[name][kind].append(taken)
-        cold = _device(models[order[0]]).type == "cuda" and time.perf_counter() - begin < WARM_SECONDS
-        warm, order = warm or not cold, order[::-1]
+        warm, order = time.perf_counter() if warm is None else warm, order[::-1]
     base = next(iter(seconds.values()))
     return [
         Throughput(
@@ -122,6 +126,10 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
         )
         for name, own in seconds.items()
     ]
+
+
+def _warm_seconds(model: Model) -> float:
+    return WARM_SECONDS if _device(model).type == "cuda" else 0.0
 
 
 def _ratio(base: list[float], own: list[float]) -> float:

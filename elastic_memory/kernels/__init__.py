@@ -1,7 +1,7 @@
 """Kernels written by hand, and those of others: faster roads to numbers that plain torch code gives too."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
@@ -30,3 +30,8 @@ def agrees(what: str, error: Callable[[], float], within: float) -> bool:
     if not found <= within:
         warnings.warn(f"{what} are off by {found:.1e} here, plain code runs instead", stacklevel=2)
     return found <= within
+
+
+def largest(errors: Iterable[torch.Tensor | float]) -> float:
+    """The worst of them, and not a number if one is not."""
+    return torch.stack([torch.as_tensor(error, dtype=torch.float64, device="cpu") for error in errors]).max().item()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.kernels import agrees
+from elastic_memory.kernels import agrees, largest
 from elastic_memory.shapes import Float, Tensor
 
 Tokens = Float[Tensor, "batch token head dim"]
@@ -56,7 +56,7 @@ def _error(device: str, dim: int, dtype: torch.dtype) -> float:
     mixed = causal(ours[0], ours[1], ours[2])
     found = (mixed, *torch.autograd.grad(mixed, ours, weight))
     pairs = zip(found, (plain, *slopes), strict=True)
-    return max(((a.float() - b.transpose(1, 2)).norm() / b.norm()).item() for a, b in pairs)
+    return largest((a.float() - b.transpose(1, 2)).norm() / b.norm() for a, b in pairs)
 
 
 def causal(query: Tokens, key: Tokens, value: Tokens, scale: float | None = None) -> Tokens:

@@ -1,7 +1,8 @@
 """Infini-Transformer's memory in training: what all blocks read and what they add, without anything written in between.
 
-Plain code passes over queries, keys, values and what is read a dozen times in float32; here each is read once, and
-features, weights and norms exist only inside a program. Operations of their own, so that compiled graphs can hold them.
+Plain code passes over queries, keys, values and what is read a dozen times in float32; here they are read once in the
+forward pass and once or twice in the backward pass, and features, weights and norms exist only inside a program.
+Operations of their own, so that compiled graphs can hold them.
 
 A program loops over tokens of one block in one head: a chunk of them, or all where it sums them up. Tensors of tokens
 may be strided, except along the last axis.
@@ -141,12 +142,15 @@ def _(query: Tensor, local: Tensor, *_: Any) -> Tensor:
 
 
 @_recall_backward.register_fake
-def _(gradient: Tensor, query: Tensor, local: Tensor, matrix: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _(
+    gradient: Tensor, query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
     batch, blocks, heads, tokens, dim = query.shape
     reads, chunks = matrix.shape[1], triton.cdiv(tokens, CHUNK)
-    of_matrix = matrix.new_empty(batch, reads, heads, dim, dim)
-    of_normaliser = matrix.new_empty(batch, reads, heads, chunks, dim)
-    return _laid_out(query), _laid_out(local), of_matrix, of_normaliser, matrix.new_empty(batch, blocks, heads, chunks)
+    of_matrix = normaliser.new_empty(batch, reads, heads, dim, dim)
+    of_normaliser = normaliser.new_empty(batch, reads, heads, chunks, dim)
+    of_gate = normaliser.new_empty(batch, blocks, heads, chunks)
+    return _laid_out(query), _laid_out(local), of_matrix, of_normaliser, of_gate
 
 
 @_fold.register_fake
@@ -171,8 +175,9 @@ def _remember(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def _recall_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    matrix, gate = ctx.saved_tensors[2], ctx.saved_tensors[4]
-    *of_tokens, of_matrix, of_normaliser, of_gate = _recall_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    saved = ctx.saved_tensors  # once: recomputation unpacks them a single time
+    matrix, gate = saved[2], saved[4]
+    *of_tokens, of_matrix, of_normaliser, of_gate = _recall_backward(gradient, *saved, *ctx.settings)
     of_matrix, of_normaliser = (x.unflatten(2, (matrix.shape[2], -1)).sum(3) for x in (of_matrix, of_normaliser.sum(3)))
     return *of_tokens, of_matrix, of_normaliser, of_gate.sum((0, 1, 3)).to(gate.dtype), None, None
 
@@ -206,9 +211,15 @@ def _scale(product, feature, z, NORM: tl.constexpr, REAL: tl.constexpr):
 
 
 @triton.jit
-def _square(matrix, column, DIM: tl.constexpr):
-    """A matrix of a head."""
-    inside = column < DIM
+def _real(column, DIM: tl.constexpr, REAL: tl.constexpr):
+    """Which features are not padding, which stands behind either half of a head."""
+    return (column < DIM) & (column % (DIM // 2) < REAL // 2)
+
+
+@triton.jit
+def _square(matrix, column, there, DIM: tl.constexpr):
+    """A matrix of a head, or zeros if it is not there."""
+    inside = (column < DIM) & there
     at = matrix + column[:, None] * DIM + column[None, :]
     return tl.load(at, mask=inside[:, None] & inside[None, :], other=0.0)
 
@@ -222,16 +233,16 @@ def _recall_kernel(
     row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
     batch, block, head = row // heads // blocks, row // heads % blocks, row % heads
     column = tl.arange(0, WIDTH)
-    real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
+    real = _real(column, DIM, REAL)
     query += batch * q0 + block * q1 + head * q2
     local += batch * l0 + block * l1 + head * l2
     mixed += batch * m0 + block * m1 + head * m2
-    # Blocks that read nothing compute with what the first reads, and do not use it.
-    reads = batch * (blocks - first) + tl.maximum(block - first, 0)
+    there = block >= first  # else the block reads zeros, by a gate that is closed
+    reads = batch * (blocks - first) + block - first
     which = reads * kv_heads + head // (heads // kv_heads)
-    z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
-    known = _square(matrix + which * DIM * DIM, column, DIM)
-    openness = tl.where(block < first, 0.0, tl.sigmoid(tl.load(gate + head).to(tl.float32)))
+    z = tl.load(normaliser + which * DIM + column, mask=(column < DIM) & there, other=0.0)
+    known = _square(matrix + which * DIM * DIM, column, there, DIM)
+    openness = tl.where(there, tl.sigmoid(tl.load(gate + head).to(tl.float32)), 0.0)
     for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (column < DIM)[None, :]
@@ -270,17 +281,18 @@ def _recall_slopes(
     row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
     batch, block, head = row // heads // blocks, row // heads % blocks, row % heads
     column = tl.arange(0, WIDTH)
-    real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
+    real = _real(column, DIM, REAL)
     gradient += batch * g0 + block * g1 + head * g2
     query += batch * q0 + block * q1 + head * q2
     local += batch * l0 + block * l1 + head * l2
     of_query += batch * o0 + block * o1 + head * o2
     of_local += batch * o0 + block * o1 + head * o2
-    reads = batch * (blocks - first) + tl.maximum(block - first, 0)
+    there = block >= first
+    reads = batch * (blocks - first) + block - first
     which = reads * kv_heads + head // (heads // kv_heads)
-    z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
-    known = _square(matrix + which * DIM * DIM, column, DIM)
-    openness = tl.where(block < first, 0.0, tl.sigmoid(tl.load(gate + head).to(tl.float32)))
+    z = tl.load(normaliser + which * DIM + column, mask=(column < DIM) & there, other=0.0)
+    known = _square(matrix + which * DIM * DIM, column, there, DIM)
+    openness = tl.where(there, tl.sigmoid(tl.load(gate + head).to(tl.float32)), 0.0)
     of_z, of_openness = tl.zeros([WIDTH], tl.float32), 0.0
     for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
         token = start + tl.arange(0, TILE)
@@ -300,7 +312,7 @@ def _recall_slopes(
         tl.store(of_query + at, of_x.to(of_query.dtype.element_ty), mask=inside)
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
     tl.store(of_gate + row * chunks + chunk, of_openness * openness * (1 - openness))
-    if block >= first:
+    if there:
         tl.store(of_normaliser + ((reads * heads + head) * chunks + chunk) * DIM + column, of_z, mask=column < DIM)
 
 
@@ -315,12 +327,12 @@ def _recall_matrix_slopes(
     reads, head = row // heads, row % heads
     batch, block = reads // (blocks - first), reads % (blocks - first) + first
     column = tl.arange(0, WIDTH)
-    real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
+    real = _real(column, DIM, REAL)
     gradient += batch * g0 + block * g1 + head * g2
     query += batch * q0 + block * q1 + head * q2
     which = reads * kv_heads + head // (heads // kv_heads)
     z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
-    known = _square(matrix + which * DIM * DIM, column, DIM)
+    known = _square(matrix + which * DIM * DIM, column, True, DIM)
     openness = tl.sigmoid(tl.load(gate + head).to(tl.float32))
     of_known = tl.zeros([WIDTH, WIDTH], tl.float32)
     for start in range(0, tokens, TILE):
@@ -343,7 +355,7 @@ def _fold_kernel(
     row = tl.program_id(0).to(tl.int64)
     batch, head, block = row // blocks // heads, row // blocks % heads, row % blocks
     column = tl.arange(0, WIDTH)
-    real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
+    real = _real(column, DIM, REAL)
     key += batch * k0 + head * k1 + block * k2
     value += batch * v0 + head * v1 + block * v2
     z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
@@ -375,14 +387,14 @@ def _fold_slopes(
     row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
     batch, head, block = row // blocks // heads, row // blocks % heads, row % blocks
     column = tl.arange(0, WIDTH)
-    real = (column < DIM) & (column % (DIM // 2) < REAL // 2)
+    real = _real(column, DIM, REAL)
     key += batch * k0 + head * k1 + block * k2
     value += batch * v0 + head * v1 + block * v2
     of_key += batch * o0 + head * o1 + block * o2
     of_value += batch * o0 + head * o1 + block * o2
     z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
-    slope = _square(of_added + row * DIM * DIM, column, DIM)
-    twice = _square(twice_known + row * DIM * DIM, column, DIM)
+    slope = _square(of_added + row * DIM * DIM, column, True, DIM)
+    twice = _square(twice_known + row * DIM * DIM, column, True, DIM)
     of_z = tl.zeros([WIDTH], tl.float32)
     for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
         token = start + tl.arange(0, TILE)

@@ -155,7 +155,7 @@ class Memory(nn.Module):
         query: Float[Tensor, "batch block head token dim"],
         readings: Sequence[Reading],
     ) -> Float[Tensor, "batch block head token dim"] | None:
-        """`mix` for all blocks of a sample at once, where a mechanism has a faster road to it; `readings` as below."""
+        """`mix` for all blocks of a sample at once, with the readings of `read_all`; None: `mix` is called instead."""
         return None
 
     def read_all(

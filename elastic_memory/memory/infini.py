@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elastic_memory.kernels import agrees, triton_runs_on
+from elastic_memory.kernels import agrees, largest, triton_runs_on
 from elastic_memory.memory.contract import (
     Block,
     Floats,
@@ -185,9 +185,11 @@ class InfiniMemory(Memory):
         dim, device = tensors[0].shape[-1], tensors[0].device
         if any(x.dtype != torch.bfloat16 for x in tensors) or dim > 128 or dim % 2:
             return None
+        if not _works(str(device), dim):
+            return None
         from elastic_memory.kernels import infini
 
-        return infini if _works(str(device), dim) else None
+        return infini
 
     @property
     def _features(self) -> int:
@@ -226,14 +228,17 @@ def _agrees(device: str, dim: int) -> bool:
 
 def _error(device: torch.device, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
     """Of what two blocks read from memory and all its gradients, by kernels against plain code in float32."""
+    return largest(_error_of(norm, device, dim, dtype) for norm in ("output", "none"))
+
+
+def _error_of(norm: str, device: torch.device, dim: int, dtype: torch.dtype) -> float:
     from elastic_memory.kernels import infini
 
-    geometry = Geometry(
-        width=2 * dim, heads=2, kv_heads=1, head_dim=dim, layers=1, block_size=80, features=max(dim - 2, 2)
-    )
-    memory = InfiniMemory(geometry).to(device)
+    size, features = infini.CHUNK + 80, max(dim - 2, 2)
+    geometry = Geometry(width=2 * dim, heads=2, kv_heads=1, head_dim=dim, layers=1, block_size=size, features=features)
+    memory = InfiniMemory(geometry, memory_norm=norm).to(device)
     generator = torch.Generator(device).manual_seed(0)
-    shapes = ((2, 3, 2, 80, dim), (2, 3, 2, 80, dim), (2, 1, 240, dim), (2, 1, 240, dim))
+    shapes = ((1, 3, 2, size, dim), (1, 3, 2, size, dim), (1, 1, 3 * size, dim), (1, 1, 3 * size, dim))
     drawn = [torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes]
     results = []
     for kernels in (infini, None):
@@ -246,4 +251,4 @@ def _error(device: torch.device, dim: int, dtype: torch.dtype = torch.bfloat16) 
             mixed = torch.stack((local[:, 0], *rest), dim=1)
         weight = torch.linspace(-1, 1, mixed.numel(), device=device).sin().view(mixed.shape).to(mixed.dtype)
         results.append((mixed, *torch.autograd.grad(mixed, (*inputs, memory.gate), weight)))
-    return max(((ours.float() - plain).norm() / plain.norm()).item() for ours, plain in zip(*results, strict=True))
+    return largest((ours.float() - plain).norm() / plain.norm() for ours, plain in zip(*results, strict=True))

@@ -94,8 +94,8 @@ class MemoryBackbone(Mixed):
         return embeddings.bfloat16() if narrow else embeddings
 
     def last_norm(self, hidden: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
-        """The norm behind the layers, as wide as they are; of its own, as training compiles it."""
-        return self.residual(self.norm(hidden))
+        """The norm behind the layers; of its own, as training compiles it."""
+        return self.norm(hidden)
 
     def _owner(self) -> Any:
         """What a cache asks for its layers and parameters."""

@@ -34,7 +34,7 @@ def headline(root: Path) -> str:
     return (
         f"On one H200, 100m, samples of 32,768 tokens: {ours['tokens_per_s'] / 1e3:.0f}k tokens/s without memory, "
         f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times transformers' Llama with full attention. Elastic "
-        f"Memory, in turns with the model without memory, trains at {small:.2f} of its speed at 1x and at {large:.2f} "
+        f"Memory, in turns with the model without memory, trained at {small:.2f} of its speed at 1x and at {large:.2f} "
         f"at 16x. A decoding step after a million tokens runs at {flat:.2f} of its speed after two thousand. Parts, "
         "floors and what is missing: [docs/speed.md](docs/speed.md).\n"
     )
@@ -133,7 +133,7 @@ def streaming(root: Path, what: str) -> str:
 
 def decoding(root: Path) -> str:
     """A step, kernel by kernel."""
-    record, rows = newest(root, "decoding"), []
+    record, rows = newest(root, "decoding-h200"), []
     for run in record["runs"]:
         batch, step, floor = f"{run['rows']} rows" if run["rows"] > 1 else "1 row", run["step_us"], run["floor_us"]
         rows.append([batch, "step", "-", f"{floor:.0f}", f"{step['fused']:.0f}", f"{step['plain']:.0f}"])

@@ -69,6 +69,34 @@ def test_timing_trains_nothing():
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_no_models_is_an_error():
+def test_float32_products_are_those_of_training():
+    seen = []
+    model = model_with("none")
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    throughput({"one": model}, Workload(length=16, decoded=0, repeats=1))
+    assert set(seen) == {"high"} and torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_gpu_is_warmed_up(monkeypatch):
+    """Rounds of the first seconds do not count, and not those seconds that a compiler takes."""
+    module = sys.modules["elastic_memory.evaluation.throughput"]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
+    monkeypatch.setattr(module, "_warm_seconds", lambda model: 3.0)
+    calls = [0]
+
+    class Compiled(Slow):
+        def forward(self, *args, **kwargs):
+            calls[0] += 1
+            self.seconds = 60 if calls[0] == 1 else 2 if calls[0] < 5 else 1
+            return super().forward(*args, **kwargs)
+
+    (found,) = throughput({"one": Compiled(0)}, Workload(length=16, decoded=0, steps=1, repeats=2))
+    assert calls[0] == 2 * (1 + 1 + 2)  # compiles; warms up, 4 seconds; counts
+    assert found.training == 1
+
+
+def test_what_cannot_be_timed_is_an_error():
     with pytest.raises(ValueError, match="no models"):
         throughput({}, Workload(length=8))
+    with pytest.raises(ValueError, match="repeats=0"):
+        throughput({"one": model_with()}, Workload(length=8, repeats=0))

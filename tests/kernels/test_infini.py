@@ -1,11 +1,15 @@
 """Infini-Transformer's memory by kernels, against plain code."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+import elastic_memory as em
 from elastic_memory.kernels import infini
 from elastic_memory.memory import infini as module
 from elastic_memory.memory.contract import real_features
@@ -45,7 +49,7 @@ def compare(fast, slow, inputs, dtype, skip=()):
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(
     ("blocks", "first", "heads", "kv_heads", "tokens", "dim", "features"),
-    [(3, 1, 4, 2, 70, 24, 20), (2, 0, 2, 2, 64, 16, 16), (2, 1, 3, 1, 5, 96, 90), (1, 0, 1, 1, 130, 2, 2)],
+    [(3, 1, 4, 2, 70, 24, 20), (2, 0, 2, 2, 64, 16, 16), (2, 1, 3, 1, 5, 96, 90), (2, 1, 1, 1, 1100, 2, 2)],
 )
 def test_recall(blocks, first, heads, kv_heads, tokens, dim, features, norm, device, dtype):
     query = draw(2, blocks, tokens, heads, dim).to(device, dtype).transpose(2, 3).requires_grad_()
@@ -63,15 +67,15 @@ def test_recall(blocks, first, heads, kv_heads, tokens, dim, features, norm, dev
         rest = torch.lerp(local[:, first:], read, gate.sigmoid()[:, None, None])
         return (torch.cat((local[:, :first], rest), dim=1),)
 
-    # A norm makes what is read independent of the normaliser but for its epsilon: that gradient is rounding.
-    skip = (3,) if norm else ()
+    # A norm makes what is read independent of the normaliser but for its epsilon: in bf16 that gradient is rounding.
+    skip = (3,) if norm and dtype == torch.bfloat16 else ()
     fast = lambda *inputs: (infini.recall(*inputs, features, norm),)  # noqa: E731
     compare(fast, slow, (query, local, matrix, normaliser, gate), dtype, skip)
 
 
 @pytest.mark.parametrize(("device", "dtype"), CASES)
 @pytest.mark.parametrize(
-    ("blocks", "heads", "tokens", "dim", "features"), [(3, 2, 70, 24, 20), (2, 1, 5, 96, 90), (1, 3, 128, 16, 16)]
+    ("blocks", "heads", "tokens", "dim", "features"), [(3, 2, 70, 24, 20), (2, 1, 5, 96, 90), (1, 3, 1100, 16, 16)]
 )
 def test_fold(blocks, heads, tokens, dim, features, device, dtype):
     key = draw(2, blocks, tokens, heads, dim).to(device, dtype).permute(0, 3, 1, 2, 4).requires_grad_()
@@ -87,23 +91,27 @@ def test_fold(blocks, heads, tokens, dim, features, device, dtype):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("options", "compiled"),
+    ("options", "road"),
     [
-        ({}, False),
-        ({}, True),
-        ({"update": "linear"}, False),
-        ({"memory_norm": "none", "first_block": "zero"}, False),
-        ({"memory_norm": "qk", "detach_every": 2}, False),
+        ({}, "plain"),
+        ({}, "compiled"),
+        ({}, "recomputed"),
+        ({"update": "linear"}, "plain"),
+        ({"memory_norm": "none", "first_block": "zero"}, "plain"),
+        ({"memory_norm": "qk", "detach_every": 2}, "plain"),
     ],
 )
-def test_a_model_trains_alike(options, compiled, ids, monkeypatch):
+def test_a_model_trains_alike(options, road, ids, monkeypatch):
     """Loss and gradients, with queries that share keys, padded heads and a short last block."""
     results = []
     for kernels in (None, infini):
         monkeypatch.setattr(module.InfiniMemory, "_kernels", lambda self, *tensors, found=kernels: found)
         model = small_model("infini", head_dim=6, pad_heads=True, memory_layers=[0, 2], memory_options=options)
-        if compiled:
+        model.train()
+        if road == "compiled":
             model.compile_blocks(backend="aot_eager")
+        if road == "recomputed":
+            model.gradient_checkpointing_enable()
         loss = model(ids, labels=ids).loss
         loss.backward()
         results.append((loss, *(parameter.grad for parameter in model.parameters())))
@@ -112,9 +120,53 @@ def test_a_model_trains_alike(options, compiled, ids, monkeypatch):
     torch._dynamo.reset()
 
 
+@interpreted
+def test_operations_keep_their_promises():
+    """Shapes, types and strides of what a compiler is told, for views as layers make them."""
+    tokens = draw(1, 3, 40, 2, 6).transpose(2, 3).requires_grad_()
+    matrix, normaliser = draw(1, 2, 1, 6, 6).requires_grad_(), draw(1, 2, 1, 6).abs().requires_grad_()
+    gate = draw(2).requires_grad_()
+    torch.library.opcheck(infini._recall, (tokens, tokens, matrix, normaliser, gate, 4, True))
+    keys = draw(1, 40, 2, 6).transpose(1, 2).unflatten(2, (2, 20)).requires_grad_()
+    torch.library.opcheck(infini._fold, (keys, keys, draw(1, 2, 2, 6).abs().requires_grad_(), 4))
+
+
+@interpreted
+@torch.no_grad()
+def test_a_prompt_is_read_alike(ids, monkeypatch):
+    """Many blocks of a stream at once."""
+    monkeypatch.setattr(module.InfiniMemory, "_kernels", lambda self, *tensors: infini)
+    model = small_model("infini")
+    cache = em.MemoryCache(model)
+    pieces = [model(piece, past_key_values=cache).logits for piece in ids.split([3, 37, 5], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids).logits, atol=2e-5, rtol=1e-4)
+
+
+def test_blocks_that_read_nothing_do_not_notice():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    local = draw(1, 2, 1, 8, 16).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    matrix = torch.full((1, 1, 1, 16, 16), torch.inf, device=device)
+    normaliser, gate = torch.ones(1, 1, 1, 16, device=device), torch.zeros(1, device=device)
+    mixed = infini.recall(local, local, matrix, normaliser, gate, 16, True)
+    assert torch.equal(mixed[:, 0], local[:, 0]) and mixed[:, 1].isnan().all()
+
+
+def test_they_are_not_needed(ids):
+    """Where Triton is not installed, half precision goes the plain way."""
+    script = (
+        "import sys; sys.modules['triton'] = None; import torch; from tests.conftest import small_model\n"
+        "with torch.autocast('cpu', torch.bfloat16): small_model('infini')(torch.ones(1, 40, dtype=torch.long))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize(("device", "dtype"), CASES)
 def test_they_are_checked_before_use(device, dtype, monkeypatch):
-    assert module._error(torch.device(device), 96, dtype) < TOLERANCE[dtype]
+    assert module._error(torch.device(device), 16, dtype) < TOLERANCE[dtype]
+    monkeypatch.setattr(module, "_error_of", lambda norm, *_: 0.0 if norm == "output" else torch.nan)
+    with pytest.warns(UserWarning, match="heads of 96 are off by nan here, plain code runs instead"):
+        assert not module._agrees.__wrapped__(device, 96)
     monkeypatch.setattr(module, "_error", lambda *_: 0.5)
     with pytest.warns(UserWarning, match="heads of 96 are off by 5.0e-01 here, plain code runs instead"):
         assert not module._agrees.__wrapped__(device, 96)

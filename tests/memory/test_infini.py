@@ -7,8 +7,6 @@ from tests.memory.cases import BLOCK, fresh, logits, tokens, with_weights_of
 from tests.oracles import infini as oracle
 from tests.oracles import parts
 
-peer = pytest.importorskip("infini_transformer_pytorch.infini_transformer", reason="comes with the dev extra")
-
 GEOMETRY = Geometry(width=32, heads=4, kv_heads=4, head_dim=8, layers=1, block_size=BLOCK)
 
 
@@ -26,6 +24,7 @@ def test_an_independent_implementation_agrees(update):
     are the negative of ours; nothing is normalised after reading (memory_norm="none"); denominators are at least 1e-10
     there and larger by 1e-6 here, which double precision shows at the eighth digit.
     """
+    peer = pytest.importorskip("infini_transformer_pytorch.infini_transformer", reason="comes with the dev extra")
     ours = InfiniMemory(GEOMETRY, update=update, memory_norm="none")
     theirs = peer.FastweightMemory(heads=4, use_mem_delta_rule=update == "delta")
     gate = torch.tensor([-2.0, -0.5, 0.3, 4.0], dtype=torch.float64)
