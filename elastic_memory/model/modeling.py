@@ -166,7 +166,11 @@ class MemoryCausalLM(Mixed):
         self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
     ) -> None:
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = cache = MemoryCache(self)
+            kind = generation_config.cache_implementation or "dynamic"
+            if kind not in ("dynamic", "static"):
+                raise ValueError(f"cache_implementation={kind!r}: a memory cache is 'dynamic' or 'static'")
+            generation_config.cache_implementation = None  # transformers takes a name or a cache
+            model_kwargs["past_key_values"] = cache = MemoryCache(self, static=kind == "static")
             if generation_config.is_assistant:
                 cache.activate_past_recording()
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import elastic_memory as em
+from elastic_memory.model.cache import AT_ONCE
 from tests.conftest import small_model
 
 GREEDY = dict(max_new_tokens=25, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -16,6 +17,17 @@ def test_with_a_cache_as_without(model, ids):
     expected = model.generate(ids, use_cache=False, **GREEDY)
     assert torch.equal(model.generate(ids, **GREEDY), expected)
     assert torch.equal(model.generate(ids, prefill_chunk_size=7, **GREEDY), expected)
+
+
+def test_caches_by_name(model, ids, monkeypatch):
+    expected, seen, begin = model.generate(ids, **GREEDY), [], em.MemoryCache.begin
+    monkeypatch.setattr(em.MemoryCache, "begin", lambda self, *args: seen.append(self.static) or begin(self, *args))
+    for name in ("dynamic", "static"):
+        assert torch.equal(model.generate(ids, cache_implementation=name, **GREEDY), expected)
+        assert set(seen) == {name == "static"}
+        seen.clear()
+    with pytest.raises(ValueError, match="cache_implementation='quantized': a memory cache is 'dynamic' or 'static'"):
+        model.generate(ids, cache_implementation="quantized", **GREEDY)
 
 
 def test_beams(model, ids):
@@ -160,14 +172,14 @@ def test_pipeline_conventions(model):
 
 @pytest.mark.slow
 def test_a_prompt_of_100_000_tokens(tmp_path):
-    """Constant memory: the cache is as small as after a few blocks, and so is what the process allocates."""
+    """Constant memory: the cache is as small as after what is read at once, and so is what the process allocates."""
     import psutil
 
     model = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset("tiny")).eval()
     prompt = torch.randint(1, 512, (1, 100_000))
     options = dict(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None)
     short, long = em.MemoryCache(model), em.MemoryCache(model)
-    model.generate(prompt[:, :1056], past_key_values=short, **options)
+    model.generate(prompt[:, : AT_ONCE + 1056], past_key_values=short, **options)
     before = psutil.Process().memory_info().rss
     output = model.generate(prompt, past_key_values=long, **options)
     assert output.shape == (1, 100_010)
