@@ -53,7 +53,7 @@ class Throughput:
 
 
 @contextmanager
-def _tensor_cores() -> Iterator[None]:
+def tensor_cores() -> Iterator[None]:
     """Products of float32, of which memories have some, as training in bfloat16 has them; evaluation gets the same."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -64,7 +64,7 @@ def _tensor_cores() -> Iterator[None]:
 
 
 # Models in turns share the code that is compiled for each of them.
-@_tensor_cores()
+@tensor_cores()
 @torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
 def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     """Samples per second of training steps and of evaluation, tokens per second of decoding.
@@ -81,7 +81,7 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
         name: torch.optim.AdamW(model.parameters(), lr=0.0, fused=_device(model).type == "cuda")
         for name, model in models.items()
     }
-    steps: dict[str, Callable[..., Tensor]] = {name: partial(_step, model) for name, model in models.items()}
+    steps: dict[str, Callable[..., Tensor]] = {name: partial(train_once, model) for name, model in models.items()}
     peaks = {
         name: _peak(model, partial(_train, model, steps[name], ids[name], optimizers[name], 1), optimizers[name])
         for name, model in models.items()
@@ -95,7 +95,7 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
             "training": partial(
                 _timed, model, partial(_train, model, steps[name], ids[name], optimizers[name], work.steps)
             ),
-            "inference": partial(_timed, model, partial(_evaluate, model, ids[name])),
+            "inference": partial(_timed, model, partial(evaluate_once, model, ids[name])),
             "decoding": partial(_decode, model, work),
         }
         for name, model in models.items()
@@ -137,7 +137,7 @@ def _ratio(base: list[float], own: list[float]) -> float:
     return statistics.median(theirs / ours for theirs, ours in zip(base, own, strict=True))
 
 
-def _step(model: Model, ids: Int[Tensor, "row token"]) -> Float[Tensor, ""]:
+def train_once(model: Model, ids: Int[Tensor, "row token"]) -> Float[Tensor, ""]:
     """Forward and backward."""
     with _autocast(model):
         loss = model(ids, labels=ids).loss
@@ -160,7 +160,8 @@ def _train(
         optimizer.zero_grad()
 
 
-def _evaluate(model: Model, ids: Int[Tensor, "row token"]) -> None:
+def evaluate_once(model: Model, ids: Int[Tensor, "row token"]) -> None:
+    """Forward alone, without gradients."""
     with evaluating(model), _autocast(model):
         model(ids, labels=ids)
 

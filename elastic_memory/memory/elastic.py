@@ -137,11 +137,12 @@ class _Direct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, signal: Float[Tensor, "token feature"], size: int, detach_every: int | None, *weights: Tensor
-    ) -> Float[Tensor, "reading point feature"]:
+    def forward(ctx: Any, signal: Float[Tensor, "token feature"], *rest: Any) -> Float[Tensor, "reading point feature"]:
+        # By name they would be as many as what comes in for two readings, which torch's compiler takes for a function
+        # without a context.
+        ctx.size, ctx.detach_every, *weights = rest
         ctx.save_for_backward(*weights)
-        ctx.size, ctx.detach_every, ctx.tokens = size, detach_every, len(signal)
+        ctx.tokens = len(signal)
         with torch.autocast(signal.device.type, enabled=False):  # backward has none, and must find the same types
             return torch.stack([weight @ signal[: weight.shape[1]] for weight in weights])
 

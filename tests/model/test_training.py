@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import elastic_memory as em
+from elastic_memory.memory import MEMORIES
 from elastic_memory.model import loss, modeling
 from tests.conftest import small_model
 
@@ -122,6 +123,17 @@ def test_compiled_blocks_are_eager(memory, ids):
             parameter.mul_(1.1)
     fresh.load_state_dict(twin.state_dict())
     assert_same_gradients(gradients(fresh, ids), gradients(twin, ids))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@torch.no_grad()
+def test_compiled_evaluation_of_any_number_of_blocks(memory, ids):
+    model = small_model(memory)
+    expected = [model(ids[:, : 8 * blocks]).logits for blocks in range(1, 6)]
+    model.compile_blocks(backend="eager")
+    for blocks, logits in enumerate(expected, 1):
+        torch.testing.assert_close(model(ids[:, : 8 * blocks]).logits, logits, atol=1e-5, rtol=0)
     torch._dynamo.reset()
 
 

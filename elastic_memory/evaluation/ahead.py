@@ -1,0 +1,49 @@
+"""Compile models before they are timed, several at a time.
+
+Layers that are alike share what is compiled for them, and torch keeps it on disk. So a process that runs two layers of
+a model once leaves what the whole model needs: half a minute to a minute each, where timing takes seconds.
+"""
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from rich.progress import track
+
+from elastic_memory.evaluation.throughput import evaluate_once, tensor_cores, train_once
+from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM
+
+
+def compile_ahead(configs: Sequence[MemoryLlamaConfig], rows: int, length: int, processes: int = 4) -> None:
+    """Training steps and evaluation of these models on `rows` samples; one that fails is compiled when it is timed."""
+
+    def run(config: MemoryLlamaConfig) -> subprocess.CompletedProcess:
+        task = json.dumps([config.to_dict(), rows, length])
+        return subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
+
+    with ThreadPoolExecutor(processes) as pool:
+        for done in track(pool.map(run, configs), description="compiling", total=len(configs)):
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+                warnings.warn(f"a model was not compiled ahead: {reason}", stacklevel=2)
+
+
+def _compile(values: dict, rows: int, length: int) -> None:
+    # The order of a memory is among the values; its layers are the mechanism's own choice, with and without if it can.
+    config = MemoryLlamaConfig.from_dict(values | {"num_hidden_layers": 2, "memory_layers": None})
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = MemoryLlamaForCausalLM(config)
+        # Whole samples, as the strides of their blocks tell how long they are.
+        ids = torch.randint(config.vocab_size, (rows, length))
+    model.compile_blocks()
+    with tensor_cores():
+        train_once(model, ids)
+        evaluate_once(model, ids)
+
+
+if __name__ == "__main__":
+    _compile(*json.loads(sys.argv[1]))
