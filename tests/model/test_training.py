@@ -134,7 +134,7 @@ def test_compiled_evaluation_of_any_number_of_blocks(memory, ids):
     model.compile_blocks(backend="eager")
     for blocks, logits in enumerate(expected, 1):
         torch.testing.assert_close(model(ids[:, : 8 * blocks]).logits, logits, atol=1e-5, rtol=0)
-    torch._dynamo.reset()
+        torch._dynamo.reset()
 
 
 def test_checkpointed_is_plain(model, ids):
