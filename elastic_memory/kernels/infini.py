@@ -225,6 +225,15 @@ def _square(matrix, column, there, DIM: tl.constexpr):
 
 
 @triton.jit
+def _reading(matrix, normaliser, gate, reads, head, heads, kv_heads, column, there, DIM: tl.constexpr):
+    """M and z of a head, and how far its gate is open; a block without a reading reads zeros by a closed one."""
+    which = reads * kv_heads + head // (heads // kv_heads)
+    z = tl.load(normaliser + which * DIM + column, mask=(column < DIM) & there, other=0.0)
+    known = _square(matrix + which * DIM * DIM, column, there, DIM)
+    return known, z, tl.where(there, tl.sigmoid(tl.load(gate + head).to(tl.float32)), 0.0)
+
+
+@triton.jit
 def _recall_kernel(
     query, local, matrix, normaliser, gate, mixed, q0, q1, q2, q3, l0, l1, l2, l3, m0, m1, m2, m3,
     blocks, heads, kv_heads, first, tokens, NORM: tl.constexpr, CHUNK: tl.constexpr,
@@ -237,12 +246,8 @@ def _recall_kernel(
     query += batch * q0 + block * q1 + head * q2
     local += batch * l0 + block * l1 + head * l2
     mixed += batch * m0 + block * m1 + head * m2
-    there = block >= first  # else the block reads zeros, by a gate that is closed
     reads = batch * (blocks - first) + block - first
-    which = reads * kv_heads + head // (heads // kv_heads)
-    z = tl.load(normaliser + which * DIM + column, mask=(column < DIM) & there, other=0.0)
-    known = _square(matrix + which * DIM * DIM, column, there, DIM)
-    openness = tl.where(there, tl.sigmoid(tl.load(gate + head).to(tl.float32)), 0.0)
+    known, z, openness = _reading(matrix, normaliser, gate, reads, head, heads, kv_heads, column, block >= first, DIM)
     for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (column < DIM)[None, :]
@@ -289,10 +294,7 @@ def _recall_slopes(
     of_local += batch * o0 + block * o1 + head * o2
     there = block >= first
     reads = batch * (blocks - first) + block - first
-    which = reads * kv_heads + head // (heads // kv_heads)
-    z = tl.load(normaliser + which * DIM + column, mask=(column < DIM) & there, other=0.0)
-    known = _square(matrix + which * DIM * DIM, column, there, DIM)
-    openness = tl.where(there, tl.sigmoid(tl.load(gate + head).to(tl.float32)), 0.0)
+    known, z, openness = _reading(matrix, normaliser, gate, reads, head, heads, kv_heads, column, there, DIM)
     of_z, of_openness = tl.zeros([WIDTH], tl.float32), 0.0
     for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
         token = start + tl.arange(0, TILE)
@@ -330,10 +332,7 @@ def _recall_matrix_slopes(
     real = _real(column, DIM, REAL)
     gradient += batch * g0 + block * g1 + head * g2
     query += batch * q0 + block * q1 + head * q2
-    which = reads * kv_heads + head // (heads // kv_heads)
-    z = tl.load(normaliser + which * DIM + column, mask=column < DIM, other=0.0)
-    known = _square(matrix + which * DIM * DIM, column, True, DIM)
-    openness = tl.sigmoid(tl.load(gate + head).to(tl.float32))
+    known, z, openness = _reading(matrix, normaliser, gate, reads, head, heads, kv_heads, column, True, DIM)
     of_known = tl.zeros([WIDTH, WIDTH], tl.float32)
     for start in range(0, tokens, TILE):
         token = start + tl.arange(0, TILE)
