@@ -74,7 +74,7 @@ def _recall(
         _recall_kernel[(batch * blocks * heads, triton.cdiv(tokens, CHUNK))](
             query, local, known, normaliser, gate, mixed, *query.stride()[:4], *local.stride()[:4],
             *mixed.stride()[:4], blocks, heads, matrix.shape[2], blocks - matrix.shape[1], tokens, NORM=norm,
-            CHUNK=CHUNK, **_sizes(dim, features, 32, 8),
+            CHUNK=CHUNK, **_sizes(dim, features, 64, 4),
         )  # fmt: skip
     return mixed
 
@@ -96,11 +96,11 @@ def _recall_backward(
         _recall_slopes[(batch * blocks * heads, chunks)](
             gradient, query, local, known, normaliser, gate, of_query, of_local, of_normaliser, of_gate,
             *gradient.stride()[:4], *query.stride()[:4], *local.stride()[:4], *of_query.stride()[:4],
-            blocks, heads, kv_heads, blocks - reads, tokens, NORM=norm, CHUNK=CHUNK, **_sizes(dim, features, 32, 8),
+            blocks, heads, kv_heads, blocks - reads, tokens, NORM=norm, CHUNK=CHUNK, **_sizes(dim, features, 32, 4),
         )  # fmt: skip
         _recall_matrix_slopes[(batch * reads * heads,)](
             gradient, query, known, normaliser, gate, of_matrix, *gradient.stride()[:4], *query.stride()[:4],
-            blocks, heads, kv_heads, blocks - reads, tokens, NORM=norm, **_sizes(dim, features, 32, 8),
+            blocks, heads, kv_heads, blocks - reads, tokens, NORM=norm, **_sizes(dim, features, 32, 4),
         )  # fmt: skip
     return of_query, of_local, of_matrix, of_normaliser, of_gate
 
