@@ -1,7 +1,8 @@
 """Compile models before they are timed, several at a time.
 
 Layers that are alike share what is compiled for them, and torch keeps it on disk. So a process that runs two layers of
-a model once leaves what the whole model needs: half a minute to a minute each, where timing takes seconds.
+a model once, or as many as go together, leaves what the whole model needs: half a minute to a minute each, where timing
+takes seconds.
 """
 
 import json
@@ -15,7 +16,8 @@ import torch
 from rich.progress import track
 
 from elastic_memory.evaluation.throughput import evaluate_once, tensor_cores, train_once
-from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM
+from elastic_memory.memory import MEMORIES
+from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM, wavefront
 
 
 def compile_ahead(configs: Sequence[MemoryLlamaConfig], rows: int, length: int, processes: int = 4) -> None:
@@ -34,7 +36,9 @@ def compile_ahead(configs: Sequence[MemoryLlamaConfig], rows: int, length: int, 
 
 def _compile(values: dict, rows: int, length: int) -> None:
     # The order of a memory is among the values; its layers are the mechanism's own choice, with and without if it can.
-    config = MemoryLlamaConfig.from_dict(values | {"num_hidden_layers": 2, "memory_layers": None})
+    together = 1 if MEMORIES[values["memory"]].parallel else wavefront.TOKENS // (rows * values["block_size"])
+    layers = min(values["num_hidden_layers"], max(2, together))
+    config = MemoryLlamaConfig.from_dict(values | {"num_hidden_layers": layers, "memory_layers": None})
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = MemoryLlamaForCausalLM(config)
         # Whole samples, as the strides of their blocks tell how long they are.

@@ -71,6 +71,7 @@ class Memory(nn.Module):
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history
     joins: bool = False  # the reading is (key, value): further columns in the block's own softmax
     parallel: ClassVar[bool] = True  # the state depends on keys and values only, so all blocks are read at once
+    by_row: ClassVar[bool] = False  # works as well if its parameters have an axis of rows in front
     reads_start: bool = False  # block 0 reads the empty state
     no_sliding: str | None = None  # why `local_attention="sliding"` is undefined, where it is
 

@@ -22,6 +22,7 @@ class MelodiMemory(Memory):
     phrase = "summary tokens and a learned mixer of whole blocks"
     joins = True
     parallel = False
+    by_row = True
     no_sliding = "its mixer summarises disjoint blocks; in sliding windows a token belongs to many"
 
     def __init__(
@@ -84,9 +85,9 @@ class MelodiMemory(Memory):
         assert context is not None and summary is not None
         # The mixer's inputs are places in the block, those that a short one does not have are left out, and places
         # among the summary tokens. Two products, as neither the concatenation nor its transpose is of further use.
-        of_block, of_summary = self.mixer.weight.split((self.geometry.block_size, self.order), dim=1)
-        mixed = of_block[:, : context.shape[1]] @ _rms(context) + of_summary @ _rms(summary)
-        return (wide(mixed) + wide(self.mixer.bias)[:, None] + wide(summary),)
+        of_block, of_summary = self.mixer.weight.split((self.geometry.block_size, self.order), dim=-1)
+        mixed = of_block[..., : context.shape[1]] @ _rms(context) + of_summary @ _rms(summary)
+        return (wide(mixed) + wide(self.mixer.bias)[..., None] + wide(summary),)
 
 
 def _rms(x: Tensor) -> Tensor:

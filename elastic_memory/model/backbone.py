@@ -11,6 +11,7 @@ from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.decoder import Decoder
 from elastic_memory.model.layer import Rope
 from elastic_memory.model.rows import Rows, from_mask, from_positions
+from elastic_memory.model.wavefront import Wavefront
 from elastic_memory.shapes import Float, Int, Tensor
 
 # What a mixin is mixed into: a model of transformers, of whichever family.
@@ -19,6 +20,8 @@ Mixed: Any = object
 
 class MemoryBackbone(Mixed):
     """Mixin for `LlamaModel` and its kind: embedding, layers with memory, norm."""
+
+    wavefront: Wavefront | None = None  # of a compiled model whose layers have to wait for blocks
 
     def rope(self) -> Rope:
         """Rotary positions of this model."""
@@ -71,9 +74,12 @@ class MemoryBackbone(Mixed):
         every = [hidden]
         length = hidden.shape[1] if rows else length
         rope = Rope(self.rotary_emb, hidden, max([layer.span(length) for layer in self.layers]))
-        for layer in self.layers:
-            hidden = layer(hidden, rope)
-            every.append(hidden)
+        if self.wavefront is not None and not output_hidden_states and self.wavefront.fits(hidden):
+            hidden = self.wavefront(hidden, rope)
+        else:
+            for layer in self.layers:
+                hidden = layer(hidden, rope)
+                every.append(hidden)
         hidden = self.last_norm(hidden)
         if rows:
             hidden = rows.restore(hidden)

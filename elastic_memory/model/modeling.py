@@ -19,6 +19,7 @@ from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
 from elastic_memory.model.loss import next_token_loss, summed_loss
 from elastic_memory.model.padding import PaddedRotary, pad_heads
+from elastic_memory.model.wavefront import Wavefront
 from elastic_memory.shapes import Float, Int, Tensor
 
 # Labelled calls longer than this compute the loss in pieces and return no logits: at 32,768 tokens and a vocabulary of
@@ -82,14 +83,16 @@ class MemoryCausalLM(Mixed):
         # As many rows as somebody decodes; captured already, so without a mode that captures.
         steps = {"dynamic": None} | {name: value for name, value in options.items() if name != "mode"}
         options = {"fullgraph": True, "dynamic": False} | options
-        for layer in self.base_model.layers:
+        model = self.base_model
+        if Wavefront.applies(model.layers):
+            model.wavefront = Wavefront(model.layers, **options)
+        for layer in model.layers:
             # Where there is a loop over blocks, its body once instead of all its rounds in one long graph.
             name = "blocks" if layer.memory.parallel else "one_block"
             # Bound to the layer after compilation, as a copy of the layer then has its own.
             setattr(layer, name, MethodType(torch.compile(getattr(MemoryLayer, name), **options), layer))
             for name in ("before_attention", "after_attention"):
                 setattr(layer, name, MethodType(torch.compile(getattr(MemoryLayer, name), **steps), layer))
-        model = self.base_model
         model.last_norm = MethodType(torch.compile(MemoryBackbone.last_norm, **options), model)
         self._loss = partial(next_token_loss, summed=torch.compile(summed_loss, **options))
 
