@@ -62,13 +62,14 @@ class Wavefront:
         """What leaves the last layer."""
         layers, memories = self.layers, [layer.memory for layer in self.layers]
         weights = [dict(layer.named_parameters()) for layer in layers]
-        blocks = list(hidden.split(layers[0].locality.block_size, dim=1))  # each as far as it has come
+        # Each as far as it has come; all of one layout, as each layout would be compiled.
+        blocks = [block.contiguous() for block in hidden.split(layers[0].locality.block_size, dim=1)]
         states = [memory.start(len(hidden), hidden.device) for memory in memories]
         first = 0 if memories[0].reads_start else 1
         if first:  # block 0 reads nothing, so it waits for nobody and is of another shape
             for index, layer in enumerate(layers):
-                blocks[0], state = layer.one_block(blocks[0], rope, states[index], 0, False, len(blocks) > 1)
-                states[index] = memories[index].cut(state, 1)
+                output, state = layer.one_block(blocks[0], rope, states[index], 0, False, True)
+                blocks[0], states[index] = output.contiguous(), memories[index].cut(state, 1)
         for step in range(first, len(blocks) + len(layers) - 1):
             ready = [index for index in range(len(layers)) if first <= step - index < len(blocks)]
             for group in _pieces(ready, TOKENS // blocks[0][..., 0].numel()):
@@ -108,8 +109,25 @@ class _Projection(nn.Module):
         self.weight = weight
 
     def forward(self, x: Float[Tensor, "row token width"]) -> Float[Tensor, "row token out"]:
-        by_layer = x.reshape(len(self.weight), -1, x.shape[-1])
-        return torch.bmm(by_layer, self.weight.mT).view(*x.shape[:-1], -1)
+        device, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        by_layer = x.reshape(len(self.weight), -1, x.shape[-1]).to(dtype)
+        return _Product.apply(by_layer, self.weight.to(dtype)).view(*x.shape[:-1], -1)
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, layer by layer. The gradient of weights comes as they lie in memory; autograd would have it transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.bmm(x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return torch.bmm(gradient, weight), torch.bmm(gradient.mT, x)
 
 
 def _together(
