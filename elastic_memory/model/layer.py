@@ -184,7 +184,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         """This layer, as its memory sees it."""
 
         def project(tokens: Float[Tensor, "batch token width"]) -> tuple[Heads, Heads]:
-            _, key, value = self.self_attn.project(self.input_layernorm(tokens.to(self.self_attn.k_proj.weight.dtype)))
+            _, key, value = self.self_attn.project(self.input_layernorm(tokens.to(self.input_layernorm.weight.dtype)))
             return key, value
 
         return Host(rope, project)

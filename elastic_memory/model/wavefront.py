@@ -62,6 +62,7 @@ class Wavefront:
         """What leaves the last layer."""
         layers, memories = self.layers, [layer.memory for layer in self.layers]
         weights = [dict(layer.named_parameters()) for layer in layers]
+        stacks = self._stacks(weights, hidden)
         # Each as far as it has come; all of one layout, as each layout would be compiled.
         blocks = [block.contiguous() for block in hidden.split(layers[0].locality.block_size, dim=1)]
         states = [memory.start(len(hidden), hidden.device) for memory in memories]
@@ -74,12 +75,23 @@ class Wavefront:
             ready = [index for index in range(len(layers)) if first <= step - index < len(blocks)]
             for group in _pieces(ready, TOKENS // blocks[0][..., 0].numel()):
                 turn = [step - index for index in group]
+                own = slice(group[0], group[-1] + 1)
                 outputs, written = self._together(
-                    [weights[i] for i in group], [blocks[k] for k in turn], rope, [states[i] for i in group]
-                )
+                    {name: stack[own] for name, stack in stacks.items()}, weights[own], [blocks[k] for k in turn], rope,
+                    states[own],
+                )  # fmt: skip
                 for index, block, output, state in zip(group, turn, outputs, written, strict=True):
                     blocks[block], states[index] = output, memories[index].cut(state, block + 1)
         return torch.cat(blocks, dim=1)
+
+    @staticmethod
+    @torch.no_grad()  # gradients go to each layer's own
+    def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]:
+        """The projections of all layers, once for all groups, which take slices; as precise as products will be."""
+        device, dtype = like.device.type, weights[0][PROJECTIONS[0]].dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        return {name: torch.stack([own[name].to(dtype) for own in weights]) for name in PROJECTIONS}
 
     def _together(self, *args: Any) -> tuple[list[Tensor], list[State]]:
         with torch._dynamo.config.patch(recompile_limit=GRAPHS, accumulated_recompile_limit=GRAPHS):
@@ -109,11 +121,8 @@ class _Projection(nn.Module):
         self.weight = weight
 
     def forward(self, x: Float[Tensor, "row token width"]) -> Float[Tensor, "row token out"]:
-        device, dtype = x.device.type, x.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        by_layer = x.reshape(len(self.weight), -1, x.shape[-1]).to(dtype)
-        return _Product.apply(by_layer, self.weight.to(dtype)).view(*x.shape[:-1], -1)
+        by_layer = x.reshape(len(self.weight), -1, x.shape[-1]).to(self.weight.dtype)
+        return _Product.apply(by_layer, self.weight).view(*x.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):
@@ -130,24 +139,44 @@ class _Product(torch.autograd.Function):
         return torch.bmm(gradient, weight), torch.bmm(gradient.mT, x)
 
 
+class _Shared(torch.autograd.Function):
+    """A slice of a stack, whose gradient goes to the layers' own weights."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: Tensor, *own: Tensor) -> Tensor:
+        ctx.dtype = own[0].dtype
+        return stack.view_as(stack)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, *gradient.to(ctx.dtype).unbind()
+
+
 def _together(
-    template: _Template, weights: list[dict[str, Tensor]], blocks: list[Tensor], rope: Rope, states: list[State]
+    template: _Template,
+    stacks: dict[str, Tensor],
+    weights: list[dict[str, Tensor]],
+    blocks: list[Tensor],
+    rope: Rope,
+    states: list[State],
 ) -> tuple[list[Tensor], list[State]]:
     """A block in each of some layers, as rows of one batch: its output, and the state after it."""
-    rows = len(blocks[0])
-    stacked = {name: torch.stack([own[name] for own in weights]) for name in weights[0]}
-    given = {f"layer.{name}": _arranged(name, weight, rows) for name, weight in stacked.items()}
+    rows, given = len(blocks[0]), {}
+    for name in weights[0]:
+        own = [weight[name] for weight in weights]
+        if name not in stacks:
+            given[f"layer.{name}"] = _by_row(name, own, rows)
+        else:  # without gradients, torch's compiler takes a function of any number of arguments for one without context
+            given[f"layer.{name}"] = _Shared.apply(stacks[name], *own) if torch.is_grad_enabled() else stacks[name]
     state = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
     # A last block writes too, to no purpose: it is then the same function as all others.
     output, state = functional_call(template, given, (torch.cat(blocks), rope, state, 0, True, True))
     return _apart(output, rows), list(zip(*(_apart(part, rows) for part in state), strict=True))
 
 
-def _arranged(name: str, weight: Float[Tensor, "layer ..."], rows: int) -> Tensor:
-    """Projections by layer; all that is small by row, as whatever uses it then need not know of layers."""
-    if name in PROJECTIONS:
-        return weight
-    weight = weight.repeat_interleave(rows, dim=0)
+def _by_row(name: str, own: list[Tensor], rows: int) -> Tensor:
+    """What is small, for each row: whatever uses it then need not know of layers."""
+    weight = torch.stack(own).repeat_interleave(rows, dim=0)
     return weight[:, None] if name in NORMS else weight
 
 

@@ -21,7 +21,7 @@ def wave_model(memory, monkeypatch, tokens=32768, **overrides):
     assert Wavefront.applies(model.model.layers)
     monkeypatch.setattr(wavefront, "TOKENS", tokens)
     groups, wave = [], Wavefront(model.model.layers)
-    wave.run = lambda *args: (groups.append(len(args[1])), wavefront._together(*args))[1]
+    wave.run = lambda *args: (groups.append(len(args[2])), wavefront._together(*args))[1]
     model.model.wavefront = wave
     return model, groups
 
