@@ -83,7 +83,8 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
         if name != "Transformer++":
             models[name] = build(_config((preset, name, column)))
         found, rows = timed(models, plan)
-        record["cells"][f"{name}|{column}"] = dataclasses.asdict(found) | {"rows": rows}
+        own = {"rows": rows, "commit": here.get("commit")}
+        record["cells"][f"{name}|{column}"] = dataclasses.asdict(found) | own
         speed = f"{found.training * plan['length']:,.0f} tokens/s ({found.training_ratio:.3f})"
         print(f"{name} {column}: {speed}", flush=True)
         write_json(path, record)
@@ -155,7 +156,7 @@ def table(record: dict[str, Any], kind: str) -> Table:
             theirs = f" [{paper[column] / plain.get(column, plain['1x']):.3f}]" if column in paper else ""
             line.append(ours + theirs)
         lines.append(line)
-    device = record["environment"].get("device", "this machine")
+    device, commits = record["environment"].get("device", "this machine"), {cell["commit"] for cell in cells.values()}
     fewer = {key.replace("|", " "): cell["rows"] for key, cell in cells.items() if cell["rows"] < record["rows"]}
     smaller = "".join(f"; {cell}: {rows}" for cell, rows in fewer.items())
     return Table(
@@ -163,5 +164,6 @@ def table(record: dict[str, Any], kind: str) -> Table:
         columns=["model", *COLUMNS],
         rows=lines,
         note=f"Tier {record['tier']}: samples of {record['length']:,} tokens, {record['rows']} at a time{smaller}, on "
-        f"{device}; each model in turns with Transformer++ in one process. The paper: 8 A800.",
+        f"{device}, torch {record['environment']['torch']}, commit {', '.join(sorted(map(str, commits)))}; each model in "
+        "turns with Transformer++ in one process. The paper: 8 A800.",
     )

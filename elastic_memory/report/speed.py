@@ -24,13 +24,12 @@ def newest(root: Path, what: str) -> dict[str, Any]:
 
 def headline(root: Path) -> str:
     """What the tables come to, in a sentence."""
-    rows = [row for row in newest(root, "training")["rows"] if row["in_turns"] and "attention" not in row]
-    training = {(row["memory"], row["multiple"]): row for row in rows}
+    cells = json.loads((root / "results" / "speed-paper.json").read_text())["cells"]
     peers = {row["name"]: row for row in newest(root, "peers")["peers"]}
     stream = newest(root, "streaming-h200")["runs"][0]["rows"]  # captured steps of one row
     ours, theirs = peers["Transformer++"], peers["transformers Llama"]
     flat = stream[-1]["decode_tokens_per_s"] / stream[0]["decode_tokens_per_s"]
-    small, large = (training["elastic", multiple]["ratio_to_none"] for multiple in (1, 16))
+    small, large = (cells[f"Elastic, exponential|{multiple}x"]["training_ratio"] for multiple in (1, 16))
     return (
         f"On one H200, 100m, samples of 32,768 tokens: {ours['tokens_per_s'] / 1e3:.0f}k tokens/s without memory, "
         f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times transformers' Llama with full attention. Elastic "
@@ -41,8 +40,18 @@ def headline(root: Path) -> str:
 
 
 def training(root: Path) -> str:
-    """Training steps of the mechanisms."""
-    record = newest(root, "training")
+    """What `elastic reproduce speed` wrote."""
+    return (root / "results" / "speed-paper.md").read_text()
+
+
+def inference(root: Path) -> str:
+    """What `elastic reproduce inference` writes from the same measurements."""
+    return (root / "results" / "inference-paper.md").read_text()
+
+
+def attention(root: Path) -> str:
+    """Other attention kernels and head dimensions."""
+    record = newest(root, "attention")
     rows = [
         [
             f"{row['memory']} {row['multiple']}x" if row["memory"] != "none" else "none",
@@ -50,14 +59,13 @@ def training(root: Path) -> str:
             row.get("attention", "torch's"),
             f"{row['tokens_per_second'] / 1e3:.0f}k",
             f"{row['ratio_to_none']:.3f}",
-            "yes" if row["in_turns"] else "no",
             row["commit"],
         ]
         for row in record["rows"]
     ]
-    columns = ["memory", "head dimension", "attention", "tokens/s", "ratio", "in turns", "commit"]
+    columns = ["memory", "head dimension", "attention", "tokens/s", "ratio", "commit"]
     note = f"{record['what']}. {record['device']}, torch {record['torch']}, {record['date']}."
-    return Table("Training at 100m", columns, rows, note).markdown()
+    return Table("Attention kernels at 100m", columns, rows, note).markdown()
 
 
 def roofline(root: Path) -> str:
@@ -173,6 +181,8 @@ def page(root: Path, text: str) -> str:
     """`text`, its tables brought up to date."""
     tables = {
         "training": training(root),
+        "inference": inference(root),
+        "attention": attention(root),
         "roofline": roofline(root),
         "peers": peers(root),
         "streaming": streaming(root, "streaming-h200"),
