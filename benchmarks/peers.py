@@ -183,12 +183,6 @@ PEERS = {
         f"biases; {UNTIED}; {MATERIALISED}",
         "infini-transformer-pytorch",
     ),
-    "Gated DeltaNet": Peer(
-        gated_deltanet,
-        "6 heads of 64 for keys and 128 for values: as many parameters within 2%, powers of two for its kernels; "
-        "short convolutions; the other sizes are ours; not compiled beyond its own fused kernels",
-        "flash-linear-attention",
-    ),
     "memorizing-transformers-pytorch": Peer(
         memorizing,
         "segments of 2,048, one backward each, as in its training script; 32 neighbours of all earlier tokens in layer "
@@ -202,6 +196,12 @@ PEERS = {
         "script, but no keys of the last segment; the package leaves flash kernels to A100s; four residual streams, "
         f"learned positions, GEGLU; {UNTIED}; not compiled",
         "recurrent-memory-transformer-pytorch",
+    ),
+    "Gated DeltaNet": Peer(
+        gated_deltanet,
+        "6 heads of 64 for keys and 128 for values: as many parameters within 2%, powers of two for its kernels; "
+        "short convolutions; the other sizes are ours; not compiled beyond its own fused kernels",
+        "flash-linear-attention",
     ),
     "infini-transformer-pytorch, compiled": Peer(
         infini(compiled=True), "as above, but its layers compiled one by one", "infini-transformer-pytorch"
