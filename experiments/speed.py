@@ -156,7 +156,9 @@ def table(record: dict[str, Any], kind: str) -> Table:
             theirs = f" [{paper[column] / plain.get(column, plain['1x']):.3f}]" if column in paper else ""
             line.append(ours + theirs)
         lines.append(line)
-    device, commits = record["environment"].get("device", "this machine"), {cell["commit"] for cell in cells.values()}
+    here = record["environment"]
+    where = f"{here.get('device', 'this machine')}, torch {here['torch']}"
+    commits = ", ".join(sorted({str(cell["commit"]) for cell in cells.values()}))
     fewer = {key.replace("|", " "): cell["rows"] for key, cell in cells.items() if cell["rows"] < record["rows"]}
     smaller = "".join(f"; {cell}: {rows}" for cell, rows in fewer.items())
     return Table(
@@ -164,6 +166,5 @@ def table(record: dict[str, Any], kind: str) -> Table:
         columns=["model", *COLUMNS],
         rows=lines,
         note=f"Tier {record['tier']}: samples of {record['length']:,} tokens, {record['rows']} at a time{smaller}, on "
-        f"{device}, torch {record['environment']['torch']}, commit {', '.join(sorted(map(str, commits)))}; each model in "
-        "turns with Transformer++ in one process. The paper: 8 A800.",
+        f"{where}, commit {commits}; each model in turns with Transformer++ in one process. The paper: 8 A800.",
     )

@@ -15,6 +15,7 @@ from transformers.utils import can_return_tuple
 from elastic_memory.memory import MEMORIES, Memory
 from elastic_memory.model.backbone import MemoryBackbone, Mixed
 from elastic_memory.model.cache import MemoryCache
+from elastic_memory.model.compilation import compiled
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
 from elastic_memory.model.loss import next_token_loss, summed_loss
@@ -90,11 +91,11 @@ class MemoryCausalLM(Mixed):
             # Where there is a loop over blocks, its body once instead of all its rounds in one long graph.
             name = "blocks" if layer.memory.parallel else "one_block"
             # Bound to the layer after compilation, as a copy of the layer then has its own.
-            setattr(layer, name, MethodType(torch.compile(getattr(MemoryLayer, name), **options), layer))
+            setattr(layer, name, MethodType(compiled(getattr(MemoryLayer, name), **options), layer))
             for name in ("before_attention", "after_attention"):
-                setattr(layer, name, MethodType(torch.compile(getattr(MemoryLayer, name), **steps), layer))
-        model.last_norm = MethodType(torch.compile(MemoryBackbone.last_norm, **options), model)
-        self._loss = partial(next_token_loss, summed=torch.compile(summed_loss, **options))
+                setattr(layer, name, MethodType(compiled(getattr(MemoryLayer, name), **steps), layer))
+        model.last_norm = MethodType(compiled(MemoryBackbone.last_norm, **options), model)
+        self._loss = partial(next_token_loss, summed=compiled(summed_loss, **options))
 
     @property
     def compiled(self) -> bool:

@@ -14,12 +14,11 @@ from torch import nn
 from torch.func import functional_call
 
 from elastic_memory.memory import State
+from elastic_memory.model.compilation import compiled
 from elastic_memory.model.layer import MemoryLayer, Rope
 from elastic_memory.shapes import Float, Tensor
 
 TOKENS = 32768  # of all layers that go together; with more, a GPU is as busy as with these
-# Each number of layers that go together is compiled, for training and for evaluation, and for each number of rows.
-GRAPHS = 64
 
 MEMORY = "self_attn.memory."
 PROJECTIONS = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
@@ -34,7 +33,7 @@ class Wavefront:
         self.layers = layers
         self.shapes = _shapes(layers[0])
         self.template = _Template(layers[0])
-        self.run = torch.compile(_together, **options)
+        self.run = compiled(_together, **options)
 
     @staticmethod
     def applies(layers: Sequence[MemoryLayer]) -> bool:
@@ -74,12 +73,10 @@ class Wavefront:
         for step in range(first, len(blocks) + len(layers) - 1):
             ready = [index for index in range(len(layers)) if first <= step - index < len(blocks)]
             for group in _pieces(ready, TOKENS // blocks[0][..., 0].numel()):
-                turn = [step - index for index in group]
-                own = slice(group[0], group[-1] + 1)
-                outputs, written = self._together(
-                    {name: stack[own] for name, stack in stacks.items()}, weights[own], [blocks[k] for k in turn], rope,
-                    states[own],
-                )  # fmt: skip
+                turn, own = [step - index for index in group], slice(group[0], group[-1] + 1)
+                slices = {name: stack[own] for name, stack in stacks.items()}
+                taken = [blocks[block] for block in turn]
+                outputs, written = self.run(self.template, slices, weights[own], taken, rope, states[own])
                 for index, block, output, state in zip(group, turn, outputs, written, strict=True):
                     blocks[block], states[index] = output, memories[index].cut(state, block + 1)
         return torch.cat(blocks, dim=1)
@@ -92,10 +89,6 @@ class Wavefront:
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         return {name: torch.stack([own[name].to(dtype) for own in weights]) for name in PROJECTIONS}
-
-    def _together(self, *args: Any) -> tuple[list[Tensor], list[State]]:
-        with torch._dynamo.config.patch(recompile_limit=GRAPHS, accumulated_recompile_limit=GRAPHS):
-            return self.run(self.template, *args)
 
 
 class _Template(nn.Module):

@@ -1,13 +1,14 @@
 """The training road: causality, gradients, compilation, checkpointing, loss."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
-from elastic_memory.model import loss, modeling
+from elastic_memory.model import compilation, loss, modeling
 from tests.conftest import small_model
 
 
@@ -135,6 +136,22 @@ def test_compiled_evaluation_of_any_number_of_blocks(memory, ids):
     for blocks, logits in enumerate(expected, 1):
         torch.testing.assert_close(model(ids[:, : 8 * blocks]).logits, logits, atol=1e-5, rtol=0)
         torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_compiled_for_any_number_of_lengths(ids, monkeypatch):
+    """Each is compiled, also where torch would stop; beyond our own limit they run as they are."""
+    monkeypatch.setattr(compilation, "GRAPHS", 12)
+    model = small_model()
+    expected = [model(ids[:, :length]).logits for length in range(1, 17)]
+    model.compile_blocks(backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length, logits in enumerate(expected, 1):
+            torch.testing.assert_close(model(ids[:, :length]).logits, logits, atol=1e-5, rtol=0)
+    said = [str(one.message) for one in caught if "uncompiled" in str(one.message)]
+    assert said and all("fewer numbers of rows and tokens" in words for words in said)
+    torch._dynamo.reset()
 
 
 def test_checkpointed_is_plain(model, ids):
