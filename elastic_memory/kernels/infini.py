@@ -88,19 +88,20 @@ def _recall_backward(
     gradient, query, local, normaliser = _strided(gradient), _strided(query), _strided(local), normaliser.contiguous()
     batch, blocks, heads, tokens, dim = query.shape
     reads, kv_heads, chunks = *matrix.shape[1:3], triton.cdiv(tokens, CHUNK)
-    of_query, of_local, known = _laid_out(query), _laid_out(local), matrix.to(query.dtype).contiguous()
+    of_query, of_local, of_product = _laid_out(query), _laid_out(local), _laid_out(query)
+    known = matrix.to(query.dtype).contiguous()
     of_matrix = normaliser.new_empty(batch, reads, heads, dim, dim)
     of_normaliser = normaliser.new_empty(batch, reads, heads, chunks, dim)
     of_gate = normaliser.new_empty(batch, blocks, heads, chunks)
     with torch.cuda.device_of(query):
         _recall_slopes[(batch * blocks * heads, chunks)](
-            gradient, query, local, known, normaliser, gate, of_query, of_local, of_normaliser, of_gate,
+            gradient, query, local, known, normaliser, gate, of_query, of_local, of_product, of_normaliser, of_gate,
             *gradient.stride()[:4], *query.stride()[:4], *local.stride()[:4], *of_query.stride()[:4],
             blocks, heads, kv_heads, blocks - reads, tokens, NORM=norm, CHUNK=CHUNK, **_sizes(dim, features, 32, 4),
         )  # fmt: skip
         _recall_matrix_slopes[(batch * reads * heads,)](
-            gradient, query, known, normaliser, gate, of_matrix, *gradient.stride()[:4], *query.stride()[:4],
-            blocks, heads, kv_heads, blocks - reads, tokens, NORM=norm, **_sizes(dim, features, 32, 4),
+            query, of_product, of_matrix, *query.stride()[:4], *of_product.stride()[:4], blocks, heads, blocks - reads,
+            tokens, **_sizes(dim, features, 64, 8),
         )  # fmt: skip
     return of_query, of_local, of_matrix, of_normaliser, of_gate
 
@@ -199,15 +200,25 @@ def _sigma(x, real):
 
 
 @triton.jit
-def _scale(product, feature, z, NORM: tl.constexpr, REAL: tl.constexpr):
-    """What a row of sigma(q) M is multiplied by, and its weight sigma(q) z.
+def _both(a, b, c, d):
+    return a + c, b + d
 
-    Divided by the weight; normalised after that, the weight matters only to the epsilon.
+
+@triton.jit
+def _sums(x, y):
+    """Of the rows of both: together, as warps wait for each other in every sum."""
+    return tl.reduce((x, y), 1, _both)
+
+
+@triton.jit
+def _scale(weight, square, NORM: tl.constexpr, REAL: tl.constexpr):
+    """What a row of sigma(q) M, whose squares sum up to `square`, is multiplied by.
+
+    Divided by the weight sigma(q) z; normalised after that, the weight matters only to the epsilon.
     """
-    weight = tl.sum(feature.to(tl.float32) * z[None, :], 1) + EPSILON
     if NORM:
-        return tl.rsqrt(tl.sum(product * product, 1) / REAL + NORM_EPSILON * weight * weight), weight
-    return 1 / weight, weight
+        return tl.rsqrt(square / REAL + NORM_EPSILON * weight * weight)
+    return 1 / weight
 
 
 @triton.jit
@@ -254,31 +265,16 @@ def _recall_kernel(
         x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0)
         feature = _sigma(x, inside & real[None, :])
         product = tl.dot(feature, known, input_precision="ieee")
-        read = product * _scale(product, feature, z, NORM, REAL)[0][:, None]
+        weight = tl.sum(feature.to(tl.float32) * z[None, :], 1) + EPSILON
+        read = product * _scale(weight, tl.sum(product * product, 1), NORM, REAL)[:, None]
         own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
         own += openness * (read - own)
         tl.store(mixed + token[:, None] * m3 + column[None, :], own.to(mixed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _of_product(feature, slope, known, z, openness, NORM: tl.constexpr, REAL: tl.constexpr):
-    """What is read, and the gradients of sigma(q) M and of the weight, given that of what comes out."""
-    product = tl.dot(feature, known, input_precision="ieee")
-    scale, weight = _scale(product, feature, z, NORM, REAL)
-    read = product * scale[:, None]
-    of_read = openness * slope
-    along = tl.sum(read * of_read, 1)
-    if NORM:
-        of_read -= read * (along / REAL)[:, None]
-        of_weight = -NORM_EPSILON * weight * scale * scale * along
-    else:
-        of_weight = -scale * along
-    return read, (of_read * scale[:, None]).to(known.dtype), of_weight
-
-
-@triton.jit
 def _recall_slopes(
-    gradient, query, local, matrix, normaliser, gate, of_query, of_local, of_normaliser, of_gate,
+    gradient, query, local, matrix, normaliser, gate, of_query, of_local, of_product, of_normaliser, of_gate,
     g0, g1, g2, g3, q0, q1, q2, q3, l0, l1, l2, l3, o0, o1, o2, o3, blocks, heads, kv_heads, first, tokens,
     NORM: tl.constexpr, CHUNK: tl.constexpr,
     DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
@@ -292,37 +288,51 @@ def _recall_slopes(
     local += batch * l0 + block * l1 + head * l2
     of_query += batch * o0 + block * o1 + head * o2
     of_local += batch * o0 + block * o1 + head * o2
+    of_product += batch * o0 + block * o1 + head * o2
     there = block >= first
     reads = batch * (blocks - first) + block - first
     known, z, openness = _reading(matrix, normaliser, gate, reads, head, heads, kv_heads, column, there, DIM)
-    of_z, of_openness = tl.zeros([WIDTH], tl.float32), 0.0
+    of_z, of_openness = tl.zeros([WIDTH], tl.float32), tl.zeros([TILE], tl.float32)
     for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (column < DIM)[None, :]
         x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0)
         feature = _sigma(x, inside & real[None, :])
         slope = tl.load(gradient + token[:, None] * g3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        read, of_product, of_weight = _of_product(feature, slope, known, z, openness, NORM, REAL)
         own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        of_openness += tl.sum(slope * (read - own))
-        at = token[:, None] * o3 + column[None, :]
-        tl.store(of_local + at, ((1 - openness) * slope).to(of_local.dtype.element_ty), mask=inside)
-        of_feature = tl.dot(of_product, tl.trans(known), input_precision="ieee") + of_weight[:, None] * z[None, :]
+        product = tl.dot(feature, known, input_precision="ieee")
         wide = feature.to(tl.float32)
+        weight, square = _sums(wide * z[None, :], product * product)
+        weight += EPSILON
+        scale = _scale(weight, square, NORM, REAL)
+        read = product * scale[:, None]
+        along, of_row = _sums(read * slope, (read - own) * slope)
+        of_openness += of_row
+        along *= openness
+        of_read = openness * slope
+        if NORM:
+            of_read -= read * (along / REAL)[:, None]
+            of_weight = -NORM_EPSILON * weight * scale * scale * along
+        else:
+            of_weight = -scale * along
+        of_read = (of_read * scale[:, None]).to(known.dtype)
+        at = token[:, None] * o3 + column[None, :]
+        tl.store(of_product + at, of_read, mask=inside)
+        tl.store(of_local + at, ((1 - openness) * slope).to(of_local.dtype.element_ty), mask=inside)
+        of_feature = tl.dot(of_read, tl.trans(known), input_precision="ieee") + of_weight[:, None] * z[None, :]
         of_z += tl.sum(wide * of_weight[:, None], 0)
         of_x = of_feature * tl.minimum(wide, 1.0)
         tl.store(of_query + at, of_x.to(of_query.dtype.element_ty), mask=inside)
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
-    tl.store(of_gate + row * chunks + chunk, of_openness * openness * (1 - openness))
+    tl.store(of_gate + row * chunks + chunk, tl.sum(of_openness) * openness * (1 - openness))
     if there:
         tl.store(of_normaliser + ((reads * heads + head) * chunks + chunk) * DIM + column, of_z, mask=column < DIM)
 
 
 @triton.jit
 def _recall_matrix_slopes(
-    gradient, query, matrix, normaliser, gate, of_matrix, g0, g1, g2, g3, q0, q1, q2, q3,
-    blocks, heads, kv_heads, first, tokens,
-    NORM: tl.constexpr, DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    query, of_product, of_matrix, q0, q1, q2, q3, p0, p1, p2, p3, blocks, heads, first, tokens,
+    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Of its own, as a matrix summed up leaves no registers for the rest."""
     row = tl.program_id(0).to(tl.int64)
@@ -330,18 +340,15 @@ def _recall_matrix_slopes(
     batch, block = reads // (blocks - first), reads % (blocks - first) + first
     column = tl.arange(0, WIDTH)
     real = _real(column, DIM, REAL)
-    gradient += batch * g0 + block * g1 + head * g2
     query += batch * q0 + block * q1 + head * q2
-    known, z, openness = _reading(matrix, normaliser, gate, reads, head, heads, kv_heads, column, True, DIM)
+    of_product += batch * p0 + block * p1 + head * p2
     of_known = tl.zeros([WIDTH, WIDTH], tl.float32)
     for start in range(0, tokens, TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (column < DIM)[None, :]
         x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0)
-        feature = _sigma(x, inside & real[None, :])
-        slope = tl.load(gradient + token[:, None] * g3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        of_product = _of_product(feature, slope, known, z, openness, NORM, REAL)[1]
-        of_known = tl.dot(tl.trans(feature), of_product, of_known, input_precision="ieee")
+        slope = tl.load(of_product + token[:, None] * p3 + column[None, :], mask=inside, other=0.0)
+        of_known = tl.dot(tl.trans(_sigma(x, inside & real[None, :])), slope, of_known, input_precision="ieee")
     at = row * DIM * DIM + column[:, None] * DIM + column[None, :]
     tl.store(of_matrix + at, of_known, mask=(column < DIM)[:, None] & (column < DIM)[None, :])
 
@@ -404,9 +411,10 @@ def _fold_slopes(
         of_own = tl.dot(feature, slope, input_precision="ieee")
         tl.store(of_value + at, of_own.to(of_value.dtype.element_ty), mask=inside)
         wide = feature.to(tl.float32)
-        share = 1 / (tl.sum(wide * z[None, :], 1) + EPSILON)
         turned = tl.dot(feature, twice, input_precision="ieee")
-        of_weight = -0.5 * share * share * tl.sum(wide * turned, 1)
+        weight, along = _sums(wide * z[None, :], wide * turned)
+        share = 1 / (weight + EPSILON)
+        of_weight = -0.5 * share * share * along
         of_z += tl.sum(wide * of_weight[:, None], 0)
         own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
         of_feature = tl.dot(own, tl.trans(slope), input_precision="ieee")

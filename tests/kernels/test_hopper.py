@@ -22,5 +22,4 @@ def test_kernels_compile_and_nothing_is_spilled():
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert {one["kernel"] for one in found} == LAUNCHED
-    # A few bytes outside the loop were measured to cost less than twice the warps.
-    assert not [one for one in found if one["spilled"] > 16]
+    assert not [one for one in found if one["spilled"]]
