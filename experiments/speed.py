@@ -158,7 +158,7 @@ def table(record: dict[str, Any], kind: str) -> Table:
         lines.append(line)
     here = record["environment"]
     where = f"{here.get('device', 'this machine')}, torch {here['torch']}"
-    commits = ", ".join(sorted({str(cell["commit"]) for cell in cells.values()}))
+    commits = ", ".join(sorted({str(cell.get("commit")) for cell in cells.values()}))
     fewer = {key.replace("|", " "): cell["rows"] for key, cell in cells.items() if cell["rows"] < record["rows"]}
     smaller = "".join(f"; {cell}: {rows}" for cell, rows in fewer.items())
     return Table(

@@ -73,9 +73,11 @@ class MemoryBackbone(Mixed):
         hidden = self.residual(self.embed_tokens(source) if input_ids is not None else source)
         every = [hidden]
         length = hidden.shape[1] if rows else length
-        rope = Rope(self.rotary_emb, hidden, max([layer.span(length) for layer in self.layers]))
-        if self.wavefront is not None and not output_hidden_states and self.wavefront.fits(hidden):
-            hidden = self.wavefront(hidden, rope)
+        # Its length would be one more that graphs depend on.
+        like = hidden.new_empty(())
+        rope = Rope(self.rotary_emb, like, max([layer.span(length) for layer in self.layers]))
+        if self.wavefront is not None and not output_hidden_states and self.wavefront.fits(self.layers, hidden):
+            hidden = self.wavefront(self.layers, hidden, rope)
         else:
             for layer in self.layers:
                 hidden = layer(hidden, rope)

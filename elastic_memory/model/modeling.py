@@ -20,7 +20,7 @@ from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
 from elastic_memory.model.loss import next_token_loss, summed_loss
 from elastic_memory.model.padding import PaddedRotary, pad_heads
-from elastic_memory.model.wavefront import Wavefront
+from elastic_memory.model.wavefront import Wavefront, suit
 from elastic_memory.shapes import Float, Int, Tensor
 
 # Labelled calls longer than this compute the loss in pieces and return no logits: at 32,768 tokens and a vocabulary of
@@ -85,8 +85,7 @@ class MemoryCausalLM(Mixed):
         steps = {"dynamic": None} | {name: value for name, value in options.items() if name != "mode"}
         options = {"fullgraph": True, "dynamic": False} | options
         model = self.base_model
-        if Wavefront.applies(model.layers):
-            model.wavefront = Wavefront(model.layers, **options)
+        model.wavefront = Wavefront(model.layers[0], **options) if suit(model.layers) else None
         for layer in model.layers:
             # Where there is a loop over blocks, its body once instead of all its rounds in one long graph.
             name = "blocks" if layer.memory.parallel else "one_block"

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules.module import _has_any_global_hook
 
 from elastic_memory.memory import State
 from elastic_memory.model.compilation import compiled
 from elastic_memory.model.layer import MemoryLayer, Rope
 from elastic_memory.shapes import Float, Tensor
 
-TOKENS = 32768  # of all layers that go together; with more, a GPU is as busy as with these
+TOKENS = 32768  # of all layers that go together, to keep a large GPU busy
 
 MEMORY = "self_attn.memory."
 PROJECTIONS = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
@@ -27,49 +28,34 @@ NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
 
 
 class Wavefront:
-    """Whole samples through layers that are alike; `fits` says whether it can take them now."""
+    """Whole samples through layers that `suit`; `fits` says whether these layers do now."""
 
-    def __init__(self, layers: Sequence[MemoryLayer], **options: Any):
-        self.layers = layers
-        self.shapes = _shapes(layers[0])
-        self.template = _Template(layers[0])
+    def __init__(self, layer: MemoryLayer, **options: Any):
+        self.shapes, self.template = _shapes(layer), _Template(layer)
         self.run = compiled(_together, **options)
 
-    @staticmethod
-    def applies(layers: Sequence[MemoryLayer]) -> bool:
-        """Whether layers are alike, of the parts that are known here, and have to wait for blocks at all."""
-        memory, shapes = layers[0].memory, _shapes(layers[0])
-        alike = all(type(layer.memory) is type(memory) and _shapes(layer) == shapes for layer in layers)
-        known = {name for name in shapes if not name.startswith(MEMORY)} == {*PROJECTIONS, *NORMS}
-        return alike and known and memory.by_row and not memory.parallel and len(layers) > 1
-
-    def fits(self, hidden: Float[Tensor, "batch token width"]) -> bool:
-        """Whether there is something to gain, and nobody has changed the layers, looks into them or recomputes them."""
-        size = self.layers[0].locality.block_size
-        if hidden.shape[1] % size or hidden.shape[1] < 3 * size or 2 * len(hidden) * size > TOKENS:
+    def fits(self, layers: Sequence[MemoryLayer], hidden: Float[Tensor, "batch token width"]) -> bool:
+        """Whether there is something to gain, and layers are still such as this was made for."""
+        (rows, length, _), size = hidden.shape, layers[0].locality.block_size
+        gains = rows > 0 and length % size == 0 and length >= 3 * size and 2 * rows * size <= TOKENS
+        if not gains or hidden.is_meta or not suit(layers):
             return False
-        apart = [
-            layer.self_attn.corrupt is not None
-            or (layer.gradient_checkpointing and layer.training)
-            or any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
-            or _shapes(layer) != self.shapes
-            for layer in self.layers
-        ]
-        return not any(apart)
+        return _shapes(layers[0]) == self.shapes and type(layers[0].memory) is type(self.template.layer.memory)
 
-    def __call__(self, hidden: Float[Tensor, "batch token width"], rope: Rope) -> Float[Tensor, "batch token width"]:
+    def __call__(
+        self, layers: Sequence[MemoryLayer], hidden: Float[Tensor, "batch token width"], rope: Rope
+    ) -> Float[Tensor, "batch token width"]:
         """What leaves the last layer."""
-        layers, memories = self.layers, [layer.memory for layer in self.layers]
-        weights = [dict(layer.named_parameters()) for layer in layers]
-        stacks = self._stacks(weights, hidden)
+        memories, weights = [layer.memory for layer in layers], [dict(layer.named_parameters()) for layer in layers]
+        stacks = _stacks(weights, hidden)
         # Each as far as it has come; all of one layout, as each layout would be compiled.
-        blocks = [block.contiguous() for block in hidden.split(layers[0].locality.block_size, dim=1)]
+        blocks = [_own(block) for block in hidden.split(layers[0].locality.block_size, dim=1)]
         states = [memory.start(len(hidden), hidden.device) for memory in memories]
         first = 0 if memories[0].reads_start else 1
         if first:  # block 0 reads nothing, so it waits for nobody and is of another shape
             for index, layer in enumerate(layers):
                 output, state = layer.one_block(blocks[0], rope, states[index], 0, False, True)
-                blocks[0], states[index] = output.contiguous(), memories[index].cut(state, 1)
+                blocks[0], states[index] = _own(output), memories[index].cut(state, 1)
         for step in range(first, len(blocks) + len(layers) - 1):
             ready = [index for index in range(len(layers)) if first <= step - index < len(blocks)]
             for group in _pieces(ready, TOKENS // blocks[0][..., 0].numel()):
@@ -81,14 +67,35 @@ class Wavefront:
                     blocks[block], states[index] = output, memories[index].cut(state, block + 1)
         return torch.cat(blocks, dim=1)
 
-    @staticmethod
-    @torch.no_grad()  # gradients go to each layer's own
-    def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]:
-        """The projections of all layers, once for all groups, which take slices; as precise as products will be."""
-        device, dtype = like.device.type, weights[0][PROJECTIONS[0]].dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        return {name: torch.stack([own[name].to(dtype) for own in weights]) for name in PROJECTIONS}
+
+def suit(layers: Sequence[MemoryLayer]) -> bool:
+    """Whether layers wait for blocks, are alike, of the parts that are known here, and nobody needs them one by one."""
+    memory, shapes = layers[0].memory, _shapes(layers[0])
+    known = {name for name in shapes if not name.startswith(MEMORY)} == {*PROJECTIONS, *NORMS}
+    if memory.parallel or not memory.by_row or not known or len(layers) < 2 or _has_any_global_hook():
+        return False
+    return all(_plain(layer) and type(layer.memory) is type(memory) and _shapes(layer) == shapes for layer in layers)
+
+
+def _plain(layer: MemoryLayer) -> bool:
+    """Whether a layer does what its class says, and nobody looks into it or recomputes it."""
+    if type(layer) is not MemoryLayer or layer.self_attn.corrupt is not None:
+        return False
+    if layer.gradient_checkpointing and layer.training:
+        return False
+    if any(type(layer.get_submodule(name.removesuffix(".weight"))) is not nn.Linear for name in PROJECTIONS):
+        return False
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return not any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in layer.modules())
+
+
+@torch.no_grad()  # gradients go to each layer's own
+def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]:
+    """The projections of all layers, once for all groups, which take slices; as precise as products will be."""
+    device, dtype = like.device.type, weights[0][PROJECTIONS[0]].dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
+        dtype = torch.get_autocast_dtype(device)
+    return {name: torch.stack([own[name].to(dtype) for own in weights]) for name in PROJECTIONS}
 
 
 class _Template(nn.Module):
@@ -159,8 +166,10 @@ def _together(
         own = [weight[name] for weight in weights]
         if name not in stacks:
             given[f"layer.{name}"] = _by_row(name, own, rows)
-        else:  # without gradients, torch's compiler takes a function of any number of arguments for one without context
-            given[f"layer.{name}"] = _Shared.apply(stacks[name], *own) if torch.is_grad_enabled() else stacks[name]
+        elif torch.is_grad_enabled() and any(weight.requires_grad for weight in own):
+            given[f"layer.{name}"] = _Shared.apply(stacks[name], *own)
+        else:  # torch's compiler would take that function, with nothing to give gradients to, for one without context
+            given[f"layer.{name}"] = stacks[name]
     state = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
     # A last block writes too, to no purpose: it is then the same function as all others.
     output, state = functional_call(template, given, (torch.cat(blocks), rope, state, 0, True, True))
@@ -174,8 +183,13 @@ def _by_row(name: str, own: list[Tensor], rows: int) -> Tensor:
 
 
 def _apart(x: Tensor, rows: int) -> list[Tensor]:
-    """Each layer's rows, as tensors of their own: a view's gradient would be as large as what it is a view of."""
-    return [part.clone(memory_format=torch.contiguous_format) for part in x.split(rows)]
+    """Each layer's rows; not as views, whose gradients would be as large as what they are views of."""
+    return [_own(part) for part in x.split(rows)]
+
+
+def _own(x: Tensor) -> Tensor:
+    """In memory of its own; `contiguous` would leave the strides of a single row as they are."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _pieces(items: list[int], most: int) -> Iterator[list[int]]:

@@ -8,7 +8,7 @@ import torch
 
 from elastic_memory.memory import MEMORIES
 from elastic_memory.model import wavefront
-from elastic_memory.model.wavefront import Wavefront
+from elastic_memory.model.wavefront import Wavefront, suit
 from tests.conftest import small_model
 from tests.model.test_training import assert_same_gradients, gradients
 
@@ -18,9 +18,9 @@ BY_ROW = [name for name, kind in MEMORIES.items() if kind.by_row]
 def wave_model(memory, monkeypatch, tokens=32768, **overrides):
     """A model whose layers go together, nothing compiled, and the sizes of the groups that went."""
     model = small_model(memory, **({"memory_layers": None} | overrides)).train()
-    assert Wavefront.applies(model.model.layers)
+    assert suit(model.model.layers)
     monkeypatch.setattr(wavefront, "TOKENS", tokens)
-    groups, wave = [], Wavefront(model.model.layers)
+    groups, wave = [], Wavefront(model.model.layers[0])
     wave.run = lambda *args: (groups.append(len(args[2])), wavefront._together(*args))[1]
     model.model.wavefront = wave
     return model, groups
@@ -66,20 +66,41 @@ def test_heads_padded_and_under_autocast(dtype, monkeypatch):
         assert (ours[name] - gradient).norm() <= limit * gradient.norm(), name
 
 
+class Louder(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 def _hook(model):
     model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+
+
+def _backward_hook(model):
+    model.model.layers[1].mlp.register_full_backward_hook(lambda *_: None)
 
 
 def _probe(model):
     model.model.layers[2].self_attn.corrupt = lambda key, value: (key, value)
 
 
-def _changed(model):
+def _wrapped(model):
     attention = model.model.layers[0].self_attn
     attention.q_proj = torch.nn.Sequential(attention.q_proj)
 
 
-@pytest.mark.parametrize("change", [_hook, _probe, _changed, lambda model: model.gradient_checkpointing_enable()])
+def _of_another_class(model):
+    model.model.layers[1].mlp.up_proj.__class__ = Louder
+
+
+def _another_forward(model):
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x)
+
+
+CHANGES = [_hook, _backward_hook, _probe, _wrapped, _of_another_class, _another_forward]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, lambda model: model.gradient_checkpointing_enable()])
 def test_layers_that_somebody_needs_for_himself_go_one_by_one(change, monkeypatch):
     model, groups = wave_model("melodi", monkeypatch)
     ids = torch.ones(1, 40, dtype=torch.long)
@@ -91,9 +112,57 @@ def test_layers_that_somebody_needs_for_himself_go_one_by_one(change, monkeypatc
     assert not groups
 
 
-@pytest.mark.parametrize(("rows", "length", "tokens"), [(1, 37, 32768), (1, 16, 32768), (3, 40, 32)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_compiled_while_somebody_needs_its_layers(change):
+    model = small_model("melodi", memory_layers=None)
+    change(model)
+    model.compile_blocks(backend="eager")
+    assert model.model.wavefront is None
+
+
+def test_layers_are_those_that_the_model_has_now(monkeypatch):
+    model, groups = wave_model("melodi", monkeypatch, num_hidden_layers=4)
+    ids = torch.ones(1, 40, dtype=torch.long)
+    model.model.layers = model.model.layers[:2]
+    with torch.no_grad():
+        logits = model(ids).logits
+        model.model.wavefront = None
+        torch.testing.assert_close(model(ids).logits, logits, atol=1e-4, rtol=0)
+    assert max(groups) == 2
+
+
+@pytest.mark.parametrize("trained", ["all", "memory", "mlp.up_proj", "layers.3.", "none"])
+def test_compiled_waves_train_what_is_to_be_trained(trained):
+    """Evaluated too, at several lengths, and by a copy with weights of its own."""
+    model = small_model("melodi", memory_layers=None, num_hidden_layers=4).double().train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained == "all" or trained in name)
+    twin = copy.deepcopy(model)
+    model.compile_blocks(backend="aot_eager")
+    assert model.model.wavefront is not None
+    ids = torch.randint(1, 61, (2, 40), generator=torch.Generator().manual_seed(1))
+    losses = [one(ids, labels=ids).loss for one in (model, twin)]
+    torch.testing.assert_close(*losses, atol=1e-10, rtol=0)
+    if trained != "none":
+        for loss in losses:
+            loss.backward()
+        for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), name
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-10, rtol=1e-6)
+    if trained == "all":
+        again = copy.deepcopy(model)
+        with torch.no_grad():
+            for one in (again, twin):
+                one.model.layers[2].mlp.up_proj.weight.mul_(1.5)
+            for length in (24, 40):
+                torch.testing.assert_close(again(ids[:, :length]).logits, twin(ids[:, :length]).logits)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("rows", "length", "tokens"), [(1, 37, 32768), (1, 16, 32768), (3, 40, 32), (0, 40, 32768)])
 def test_nothing_to_gain(rows, length, tokens, monkeypatch):
-    """A last block that is short, too few of them, or so many rows that a single layer keeps a GPU busy."""
+    """A last block that is short, too few of them, so many rows that a layer keeps a GPU busy by itself; no rows."""
     model, groups = wave_model("melodi", monkeypatch, tokens)
     model(torch.ones(rows, length, dtype=torch.long))
     assert not groups
