@@ -406,6 +406,7 @@ def _fold_slopes(
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (column < DIM)[None, :]
         x = tl.load(key + token[:, None] * k3 + column[None, :], mask=inside, other=0.0)
+        own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
         feature = _sigma(x, inside & real[None, :])
         at = token[:, None] * o3 + column[None, :]
         of_own = tl.dot(feature, slope, input_precision="ieee")
@@ -416,7 +417,6 @@ def _fold_slopes(
         share = 1 / (weight + EPSILON)
         of_weight = -0.5 * share * share * along
         of_z += tl.sum(wide * of_weight[:, None], 0)
-        own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
         of_feature = tl.dot(own, tl.trans(slope), input_precision="ieee")
         of_feature += share[:, None] * turned + of_weight[:, None] * z[None, :]
         of_x = of_feature * tl.minimum(wide, 1.0)
