@@ -4,7 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import time_limit
 
 ROOT = Path(__file__).parents[1]
 OURS = ("Transformer++", "Elastic 1x", "Infini", "Memorizing 1x", "Full attention")
@@ -35,3 +40,16 @@ def test_decoding_times_the_plain_step(tmp_path):
     assert [(run["rows"], run["step_us"]["plain"] > 0) for run in json.loads(out.read_text())["runs"]] == [
         (1, True), (2, True),
     ]  # fmt: skip
+
+
+def test_a_peer_that_catches_everything_is_stopped():
+    caught = 0
+    with pytest.raises(TimeoutError, match="took more than"), time_limit(0.1):
+        while True:
+            try:
+                time.sleep(5)
+            except TimeoutError:
+                caught += 1
+                if caught == 2:
+                    raise
+    time.sleep(1.2)  # nothing comes after that
