@@ -1,11 +1,14 @@
 """The Python blocks of the README and the guide run as they stand."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from elastic_memory.commands.reproduce import load
 
 ROOT = Path(__file__).parent.parent
 PREAMBLE = {"README.md": "import torch\nsignal = torch.randn(100, dtype=torch.float64)\n"}
@@ -25,6 +28,12 @@ def test_links_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize(("kind", "name"), [("training", "speed"), ("inference", "inference")])
+def test_speed_tables_are_those_of_the_record(kind, name):
+    record = json.loads((ROOT / "results" / "speed-paper.json").read_text())
+    assert (ROOT / "results" / f"{name}-paper.md").read_text() == load("speed").table(record, kind).markdown()
 
 
 def test_results_are_those_on_record():

@@ -40,7 +40,7 @@ def headline(root: Path) -> str:
 
 
 def training(root: Path) -> str:
-    """What `elastic reproduce speed` wrote."""
+    """What `elastic reproduce speed` writes."""
     return (root / "results" / "speed-paper.md").read_text()
 
 
