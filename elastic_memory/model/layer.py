@@ -22,6 +22,8 @@ from elastic_memory.shapes import Bool, Float, Int, Tensor
 Heads = Float[Tensor, "batch head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
+ALIGNED = 32  # tokens: numbers of each then fill 128 bytes, and nothing is copied to begin at such a border
+
 
 class Rope:
     """Rotary positions, which run 0, 1, ... inside each block, so that a layer is the same function in every block."""
@@ -178,7 +180,7 @@ class MemoryLayer(GradientCheckpointingLayer):
     def span(self, length: int) -> int:
         """Positions that occur in a sample of `length` tokens: those of a block, and of the tail behind it."""
         tail = self.memory.tail()
-        return self.locality.span(length) + (0 if tail is None else len(tail))
+        return self.locality.span(length) + (0 if tail is None else len(tail) + ALIGNED)
 
     def host(self, rope: Rope) -> Host:
         """This layer, as its memory sees it."""
@@ -256,13 +258,15 @@ class MemoryLayer(GradientCheckpointingLayer):
         tail = self._tail(tokens) if writes else None
         together = tail is not None and attention.corrupt is None  # a tail sees the block without the probe
         if together:
-            tokens = torch.cat((tokens, tail), dim=1)
+            # Filled up behind the tail, where nobody looks.
+            unused = tokens.new_zeros(len(tokens), -(size + tail.shape[1]) % ALIGNED, tokens.shape[2])
+            tokens = torch.cat((tokens, tail, unused), dim=1)
         query, key, value = attention.project(self.input_layernorm(tokens))
         clean = rope.inside(key), value
         local = attention.join(reading, *attention.probed(*clean))
         output = self._finish(tokens, attention.mix(query, rope.inside(query), *local, reading))
         if together:
-            output, tail = output[:, :size], output[:, size:]
+            output, tail = output[:, :size], output[:, size : size + tail.shape[1]]
         elif tail is not None:
             tail = self._behind(tail, rope, attention.join(reading, *clean), reading, size)
         if writes:

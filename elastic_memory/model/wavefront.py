@@ -22,9 +22,10 @@ from elastic_memory.shapes import Float, Tensor
 TOKENS = 32768  # of all layers that go together, to keep a large GPU busy
 
 MEMORY = "self_attn.memory."
-PROJECTIONS = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
-PROJECTIONS += [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+BEFORE, BETWEEN = "input_layernorm.weight", "post_attention_layernorm.weight"
+# Projections, and the norms whose results they take.
+PROJECTIONS = {f"self_attn.{name}_proj.weight": BEFORE for name in "qkv"} | {"self_attn.o_proj.weight": None}
+PROJECTIONS |= {"mlp.gate_proj.weight": BETWEEN, "mlp.up_proj.weight": BETWEEN, "mlp.down_proj.weight": None}
 
 
 class Wavefront:
@@ -47,7 +48,8 @@ class Wavefront:
     ) -> Float[Tensor, "batch token width"]:
         """What leaves the last layer."""
         memories, weights = [layer.memory for layer in layers], [dict(layer.named_parameters()) for layer in layers]
-        stacks = _stacks(weights, hidden)
+        remembered = [{name: own[name] for name in own if name.startswith(MEMORY)} for own in weights]
+        stacks = {name: _Shared(stack) for name, stack in _stacks(weights, hidden).items()}
         # Each as far as it has come; all of one layout, as each layout would be compiled.
         blocks = [_own(block) for block in hidden.split(layers[0].locality.block_size, dim=1)]
         states = [memory.start(len(hidden), hidden.device) for memory in memories]
@@ -62,16 +64,19 @@ class Wavefront:
                 turn, own = [step - index for index in group], slice(group[0], group[-1] + 1)
                 slices = {name: stack[own] for name, stack in stacks.items()}
                 taken = [blocks[block] for block in turn]
-                outputs, written = self.run(self.template, slices, weights[own], taken, rope, states[own])
-                for index, block, output, state in zip(group, turn, outputs, written, strict=True):
-                    blocks[block], states[index] = output, memories[index].cut(state, block + 1)
+                output, written = self.run(self.template, slices, remembered[own], taken, rope, states[own])
+                # Split here: autograd then joins gradients; a compiled graph would hand out each as large as all.
+                outputs = output.split(len(hidden))
+                parts = zip(*(part.split(len(hidden)) for part in written), strict=True)
+                for index, block, own_output, state in zip(group, turn, outputs, parts, strict=True):
+                    blocks[block], states[index] = own_output, memories[index].cut(state, block + 1)
         return torch.cat(blocks, dim=1)
 
 
 def suit(layers: Sequence[MemoryLayer]) -> bool:
     """Whether layers wait for blocks, are alike, of the parts that are known here, and nobody needs them one by one."""
     memory, shapes = layers[0].memory, _shapes(layers[0])
-    known = {name for name in shapes if not name.startswith(MEMORY)} == {*PROJECTIONS, *NORMS}
+    known = {name for name in shapes if not name.startswith(MEMORY)} == {*PROJECTIONS, BEFORE, BETWEEN}
     if memory.parallel or not memory.by_row or not known or len(layers) < 2 or _has_any_global_hook():
         return False
     return all(_plain(layer) and type(layer.memory) is type(memory) and _shapes(layer) == shapes for layer in layers)
@@ -85,17 +90,65 @@ def _plain(layer: MemoryLayer) -> bool:
         return False
     if any(type(layer.get_submodule(name.removesuffix(".weight"))) is not nn.Linear for name in PROJECTIONS):
         return False
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    if not all(type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon") for norm in norms):
+        return False
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return not any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in layer.modules())
 
 
-@torch.no_grad()  # gradients go to each layer's own
 def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]:
-    """The projections of all layers, once for all groups, which take slices; as precise as products will be."""
-    device, dtype = like.device.type, weights[0][PROJECTIONS[0]].dtype
+    """The projections of all layers, once for all groups; as precise as products will be.
+
+    What a norm multiplies by, a projection may as well: products of weights instead of tokens, of which there are more.
+    """
+    device, dtype = like.device.type, weights[0][BEFORE].dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
-    return {name: torch.stack([own[name].to(dtype) for own in weights]) for name in PROJECTIONS}
+    stacks = {}
+    for name, norm in PROJECTIONS.items():
+        stack = torch.stack([own[name] for own in weights])
+        if norm is not None:
+            stack = stack * torch.stack([own[norm] for own in weights])[:, None]
+        stacks[name] = stack.to(dtype)
+    return stacks
+
+
+class _Shared:
+    """A stack that groups take slices of. Their gradients are summed up here, and go on when all have come."""
+
+    def __init__(self, stack: Float[Tensor, "layer out in"]):
+        self.stack, self.taken, self.come = stack, 0, 0
+        self.sum: Tensor | None = None
+
+    def __getitem__(self, own: slice) -> Float[Tensor, "group out in"]:
+        self.taken += 1
+        return _Slice.apply(self.stack, self, own)
+
+    def add(self, own: slice, gradient: Tensor) -> Tensor | None:
+        """The sum, if this was the last of them."""
+        if self.sum is None:
+            precise = torch.promote_types(self.stack.dtype, torch.float32)
+            self.sum = torch.zeros_like(self.stack, dtype=precise)
+        self.sum[own] += gradient
+        self.come += 1
+        if self.come < self.taken:
+            return None
+        total, self.sum, self.come = self.sum, None, 0
+        return total
+
+
+class _Slice(torch.autograd.Function):
+    """Some layers of a stack. Autograd itself would add up gradients as large as the stack, zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: Tensor, shared: _Shared, own: slice) -> Tensor:
+        ctx.shared, ctx.own = shared, own
+        return stack.detach()[own]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        return ctx.shared.add(ctx.own, gradient), None, None
 
 
 class _Template(nn.Module):
@@ -139,52 +192,29 @@ class _Product(torch.autograd.Function):
         return torch.bmm(gradient, weight), torch.bmm(gradient.mT, x)
 
 
-class _Shared(torch.autograd.Function):
-    """A slice of a stack, whose gradient goes to the layers' own weights."""
-
-    @staticmethod
-    def forward(ctx: Any, stack: Tensor, *own: Tensor) -> Tensor:
-        ctx.dtype = own[0].dtype
-        return stack.view_as(stack)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, *gradient.to(ctx.dtype).unbind()
-
-
 def _together(
     template: _Template,
     stacks: dict[str, Tensor],
-    weights: list[dict[str, Tensor]],
+    remembered: list[dict[str, Tensor]],
     blocks: list[Tensor],
     rope: Rope,
     states: list[State],
-) -> tuple[list[Tensor], list[State]]:
-    """A block in each of some layers, as rows of one batch: its output, and the state after it."""
-    rows, given = len(blocks[0]), {}
-    for name in weights[0]:
-        own = [weight[name] for weight in weights]
-        if name not in stacks:
-            given[f"layer.{name}"] = _by_row(name, own, rows)
-        elif torch.is_grad_enabled() and any(weight.requires_grad for weight in own):
-            given[f"layer.{name}"] = _Shared.apply(stacks[name], *own)
-        else:  # torch's compiler would take that function, with nothing to give gradients to, for one without context
-            given[f"layer.{name}"] = stacks[name]
+) -> tuple[Tensor, State]:
+    """A block in each of some layers, as rows of one batch: outputs, and states after it."""
+    rows = len(blocks[0])
+    given = {name: _by_row([own[name] for own in remembered], rows) for name in remembered[0]}
+    one = torch.ones((), dtype=next(iter(given.values())).dtype, device=blocks[0].device)
+    given |= stacks | {BEFORE: one, BETWEEN: one}
+    given = {f"layer.{name}": weight for name, weight in given.items()}
     state = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
     # A last block writes too, to no purpose: it is then the same function as all others.
     output, state = functional_call(template, given, (torch.cat(blocks), rope, state, 0, True, True))
-    return _apart(output, rows), list(zip(*(_apart(part, rows) for part in state), strict=True))
+    return _own(output), state
 
 
-def _by_row(name: str, own: list[Tensor], rows: int) -> Tensor:
-    """What is small, for each row: whatever uses it then need not know of layers."""
-    weight = torch.stack(own).repeat_interleave(rows, dim=0)
-    return weight[:, None] if name in NORMS else weight
-
-
-def _apart(x: Tensor, rows: int) -> list[Tensor]:
-    """Each layer's rows; not as views, whose gradients would be as large as what they are views of."""
-    return [_own(part) for part in x.split(rows)]
+def _by_row(own: list[Tensor], rows: int) -> Tensor:
+    """A memory's weight for each row: whatever uses it then need not know of layers."""
+    return torch.stack(own).repeat_interleave(rows, dim=0)
 
 
 def _own(x: Tensor) -> Tensor:
