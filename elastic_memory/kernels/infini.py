@@ -40,10 +40,13 @@ def recall(
 def fold(
     key: Float[Tensor, "batch head block token dim"],
     value: Float[Tensor, "batch head block token dim"],
-    normaliser: Float[Tensor, "batch head block dim"],
+    normaliser: Float[Tensor, "batch head folded dim"],
     features: int,
-) -> tuple[Float[Tensor, "batch head block dim dim"], Float[Tensor, "batch head block dim dim"]]:
-    """U = sigma(K)^T V and G = sigma(K)^T diag(1 / sigma(K) z) sigma(K) of each block, z from before it."""
+) -> tuple[Float[Tensor, "batch head folded dim dim"], Float[Tensor, "batch head folded dim dim"]]:
+    """U = sigma(K)^T V and G = sigma(K)^T diag(1 / sigma(K) z) sigma(K) of each block that has a z, from before it.
+
+    Others are left out here, as cutting them off would cost a copy of their gradients.
+    """
     return _fold(key, value, normaliser, features)
 
 
@@ -109,12 +112,12 @@ def _recall_backward(
 @torch.library.custom_op("elastic_memory::infini_fold", mutates_args=())
 def _fold(key: Tensor, value: Tensor, normaliser: Tensor, features: int) -> tuple[Tensor, Tensor]:
     key, value, normaliser = _strided(key), _strided(value), normaliser.contiguous()
-    batch, heads, blocks, tokens, dim = key.shape
-    added, known = (normaliser.new_empty(batch, heads, blocks, dim, dim) for _ in range(2))
+    batch, heads, folded, dim = normaliser.shape
+    added, known = (normaliser.new_empty(batch, heads, folded, dim, dim) for _ in range(2))
     with torch.cuda.device_of(key):
-        _fold_kernel[(batch * heads * blocks,)](
-            key, value, normaliser, added, known, *key.stride()[:4], *value.stride()[:4], heads, blocks, tokens,
-            **_sizes(dim, features, 64, 16),
+        _fold_kernel[(batch * heads * folded,)](
+            key, value, normaliser, added, known, *key.stride()[:4], *value.stride()[:4], heads, folded, key.shape[3],
+            **_sizes(dim, features, 64, 16, stages=3),
         )  # fmt: skip
     return added, known
 
@@ -126,13 +129,13 @@ def _fold_backward(
     key, value, normaliser = _strided(key), _strided(value), normaliser.contiguous()
     batch, heads, blocks, tokens, dim = key.shape
     of_key, of_value = (_laid_out(x.transpose(1, 2)).transpose(1, 2) for x in (key, value))
-    chunks, twice = triton.cdiv(tokens, CHUNK), of_known + of_known.mT
-    of_normaliser = normaliser.new_empty(batch, heads, blocks, chunks, dim)
+    folded, chunks, twice = normaliser.shape[2], triton.cdiv(tokens, CHUNK), of_known + of_known.mT
+    of_normaliser = normaliser.new_empty(batch, heads, folded, chunks, dim)
     with torch.cuda.device_of(key):
         _fold_slopes[(batch * heads * blocks, chunks)](
             of_added.to(key.dtype).contiguous(), twice.to(key.dtype).contiguous(), key, value, normaliser,
             of_key, of_value, of_normaliser, *key.stride()[:4], *value.stride()[:4], *of_key.stride()[:4],
-            heads, blocks, tokens, CHUNK=CHUNK, **_sizes(dim, features, 32, 4, stages=1),
+            heads, blocks, folded, tokens, CHUNK=CHUNK, **_sizes(dim, features, 32, 4, stages=1),
         )  # fmt: skip
     return of_key, of_value, of_normaliser
 
@@ -156,8 +159,7 @@ def _(
 
 @_fold.register_fake
 def _(key: Tensor, value: Tensor, normaliser: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    batch, heads, blocks, _tokens, dim = key.shape
-    added, known = (normaliser.new_empty(batch, heads, blocks, dim, dim) for _ in range(2))
+    added, known = (normaliser.new_empty(*normaliser.shape, normaliser.shape[-1]) for _ in range(2))
     return added, known
 
 
@@ -355,11 +357,11 @@ def _recall_matrix_slopes(
 
 @triton.jit
 def _fold_kernel(
-    key, value, normaliser, added, known, k0, k1, k2, k3, v0, v1, v2, v3, heads, blocks, tokens,
+    key, value, normaliser, added, known, k0, k1, k2, k3, v0, v1, v2, v3, heads, folded, tokens,
     DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    batch, head, block = row // blocks // heads, row // blocks % heads, row % blocks
+    batch, head, block = row // folded // heads, row // folded % heads, row % folded
     column = tl.arange(0, WIDTH)
     real = _real(column, DIM, REAL)
     key += batch * k0 + head * k1 + block * k2
@@ -386,7 +388,7 @@ def _fold_kernel(
 @triton.jit
 def _fold_slopes(
     of_added, twice_known, key, value, normaliser, of_key, of_value, of_normaliser,
-    k0, k1, k2, k3, v0, v1, v2, v3, o0, o1, o2, o3, heads, blocks, tokens,
+    k0, k1, k2, k3, v0, v1, v2, v3, o0, o1, o2, o3, heads, blocks, folded, tokens,
     CHUNK: tl.constexpr, DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """`twice_known` is the gradient of G plus its transpose: G is symmetric in what it is made of."""
@@ -398,9 +400,11 @@ def _fold_slopes(
     value += batch * v0 + head * v1 + block * v2
     of_key += batch * o0 + head * o1 + block * o2
     of_value += batch * o0 + head * o1 + block * o2
-    z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
-    slope = _square(of_added + row * DIM * DIM, column, True, DIM)
-    twice = _square(twice_known + row * DIM * DIM, column, True, DIM)
+    there = block < folded  # gradients of others are zero, as is all they are made of
+    own_row = row // blocks * folded + block
+    z = tl.load(normaliser + own_row * DIM + column, mask=(column < DIM) & there, other=0.0)
+    slope = _square(of_added + own_row * DIM * DIM, column, there, DIM)
+    twice = _square(twice_known + own_row * DIM * DIM, column, there, DIM)
     of_z = tl.zeros([WIDTH], tl.float32)
     for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
         token = start + tl.arange(0, TILE)
@@ -422,4 +426,5 @@ def _fold_slopes(
         of_x = of_feature * tl.minimum(wide, 1.0)
         tl.store(of_key + at, of_x.to(of_key.dtype.element_ty), mask=inside)
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
-    tl.store(of_normaliser + (row * chunks + chunk) * DIM + column, of_z, mask=column < DIM)
+    if there:
+        tl.store(of_normaliser + (own_row * chunks + chunk) * DIM + column, of_z, mask=column < DIM)

@@ -126,6 +126,13 @@ class Memory(nn.Module):
         """The state after `block`, which begins at token `seen`."""
         raise NotImplementedError
 
+    def front(self, state: State) -> Float[Tensor, "batch front width"] | None:
+        """Tokens right before the next block, if keys and values of these are all there is to read.
+
+        With whole blocks they go through the layer, which costs less than to `read` them.
+        """
+        return None
+
     def tail(self) -> Float[Tensor, "tail width"] | None:
         """Tokens that go through the layer behind each block: they see it and each other, nobody sees them."""
         return None

@@ -120,21 +120,23 @@ class InfiniMemory(Memory):
         return self._read_all(key, value, self._kernels(key, value))
 
     def _read_all(self, key: Tensor, value: Tensor, kernels: Any) -> Sequence[Reading]:
-        size = self.geometry.block_size
-        blocks = (key.shape[2] - 1) // size  # the last is read by nobody
+        size, length = self.geometry.block_size, key.shape[2]
+        blocks = (length - 1) // size  # the last is read by nobody
         with torch.autocast(key.device.type, enabled=False):
-            keys, values = (x[:, :, : blocks * size].unflatten(2, (blocks, size)) for x in (key, value))
+            whole = length // size
+            keys, values = (x[:, :, : whole * size].unflatten(2, (whole, size)) for x in (key, value))
             features = self._sigma(keys)
             matrix, normaliser = (part.to(features.dtype) for part in self.start(key.shape[0], key.device))
             readings: list[Reading] = [(matrix, normaliser)] if self.reads_start else []
             normalisers = [normaliser]
-            for index, added in enumerate(features.sum(3).unbind(2), 1):
+            for index, added in enumerate(features.sum(3)[:, :, :blocks].unbind(2), 1):
                 normalisers += self.cut((normalisers[-1] + added,), index)
 
             before = torch.stack(normalisers[:-1], dim=2) if blocks else None
             if kernels is not None and self.update == "delta" and before is not None:
                 updates, known = kernels.fold(keys, values, before, self._features)
             else:
+                features, values = features[:, :, :blocks], values[:, :, :blocks]
                 updates = _product(features.mT, values, key.dtype)
                 if self.update == "delta" and before is not None:
                     scaled = features * ((features * before[..., None, :]).sum(-1, keepdim=True) + EPSILON).rsqrt()

@@ -70,13 +70,17 @@ class MelodiMemory(Memory):
         """Zeros."""
         return (torch.zeros(batch, self.order, self.geometry.width, device=device),)
 
+    def front(self, state: State) -> Float[Tensor, "batch front width"]:
+        """z."""
+        return state[0]
+
     def tail(self) -> Float[Tensor, "tail width"]:
         """The summary tokens."""
         return self.summary
 
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """The layer's own keys and values of z, which stands right before the block."""
-        key, value = host.project(state[0])
+        key, value = host.project(self.front(state))
         return host.rope(key, torch.arange(-self.order, 0, device=key.device)), value
 
     def write(self, state: State, block: Block, seen: int) -> State:

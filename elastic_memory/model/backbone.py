@@ -75,7 +75,8 @@ class MemoryBackbone(Mixed):
         length = hidden.shape[1] if rows else length
         # Its length would be one more that graphs depend on.
         like = hidden.new_empty(())
-        rope = Rope(self.rotary_emb, like, max([layer.span(length) for layer in self.layers]))
+        before, behind = (max(ends) for ends in zip(*[layer.span(length) for layer in self.layers], strict=True))
+        rope = Rope(self.rotary_emb, like, before, behind)
         if self.wavefront is not None and not output_hidden_states and self.wavefront.fits(self.layers, hidden):
             hidden = self.wavefront(self.layers, hidden, rope)
         else:
@@ -170,7 +171,7 @@ class MemoryBackbone(Mixed):
 
     def _several(self, hidden: Tensor, cache: MemoryCache) -> Tensor:
         """Whole blocks of all rows at once."""
-        rope = Rope(self.rotary_emb, self.embed_tokens.weight, cache.block_size)
+        rope = Rope(self.rotary_emb, self.embed_tokens.weight, size=cache.block_size)
         for layer, stream in zip(self.layers, cache.streams, strict=True):
             hidden = layer.stream_blocks(hidden, rope, stream, cache.seen[0])
         return hidden

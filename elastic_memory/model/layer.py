@@ -28,16 +28,17 @@ ALIGNED = 32  # tokens: numbers of each then fill 128 bytes, and nothing is copi
 class Rope:
     """Rotary positions, which run 0, 1, ... inside each block, so that a layer is the same function in every block."""
 
-    def __init__(self, rotary: nn.Module, like: Tensor, size: int = 0):
-        self.rotary, self.like = rotary, like
+    def __init__(self, rotary: nn.Module, like: Tensor, before: int = 0, size: int = 0):
+        self.rotary, self.like, self.before = rotary, like, before
         # All layers rotate whole blocks alike: one table for them.
-        self.table = self.at(torch.arange(size, device=like.device)) if size else None
+        self.table = self.at(torch.arange(-before, size, device=like.device)) if size else None
 
-    def inside(self, x: Heads) -> Heads:
-        """Rotate tokens that stand at the beginning of a block."""
-        if self.table is None or self.table[0].shape[1] < x.shape[2]:
-            return self(x, torch.arange(x.shape[2], device=x.device))
-        cos, sin = (part[:, : x.shape[2]] for part in self.table)
+    def inside(self, x: Heads, front: int = 0) -> Heads:
+        """Rotate a block from its beginning on, with `front` tokens before it."""
+        first, last = self.before - front, self.before - front + x.shape[2]
+        if self.table is None or first < 0 or self.table[0].shape[1] < last:
+            return self(x, torch.arange(-front, x.shape[2] - front, device=x.device))
+        cos, sin = (part[:, first:last] for part in self.table)
         return rotate(x, cos, sin).to(x.dtype)
 
     def at(self, positions: Int[Tensor, "*rows token"]) -> tuple[Tensor, Tensor]:
@@ -177,10 +178,13 @@ class MemoryLayer(GradientCheckpointingLayer):
         """Whole samples, all blocks at once where the mechanism allows it."""
         return self._all_blocks(hidden, rope) if self.memory.parallel else self._block_by_block(hidden, rope)
 
-    def span(self, length: int) -> int:
-        """Positions that occur in a sample of `length` tokens: those of a block, and of the tail behind it."""
-        tail = self.memory.tail()
-        return self.locality.span(length) + (0 if tail is None else len(tail) + ALIGNED)
+    def span(self, length: int) -> tuple[int, int]:
+        """Positions in a sample of `length` tokens: before a block, and from its beginning on, those behind it too."""
+        size, memory = self.locality.span(length), self.memory
+        if memory.parallel:
+            return 0, size
+        front, tail = memory.front(memory.start(1, "meta")), memory.tail()
+        return 0 if front is None else front.shape[1], size + (0 if tail is None else len(tail)) + ALIGNED
 
     def host(self, rope: Rope) -> Host:
         """This layer, as its memory sees it."""
@@ -254,24 +258,43 @@ class MemoryLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, State]:
         """A block of a memory whose state depends on what leaves the layer: its output, and the state after it."""
         attention, size = self.self_attn, tokens.shape[1]
-        reading = self.memory.read(state, seen, self.host(rope)) if reads else None
         tail = self._tail(tokens) if writes else None
-        together = tail is not None and attention.corrupt is None  # a tail sees the block without the probe
-        if together:
-            # Filled up behind the tail, where nobody looks.
-            unused = tokens.new_zeros(len(tokens), -(size + tail.shape[1]) % ALIGNED, tokens.shape[2])
-            tokens = torch.cat((tokens, tail, unused), dim=1)
+        if attention.corrupt is not None:
+            return self._probed_block(tokens, tail, rope, state, seen, reads, writes)
+        # What stands before and behind the block goes through the layer with it.
+        front = self.memory.front(state) if reads else None
+        reading = self.memory.read(state, seen, self.host(rope)) if reads and front is None else None
+        before, behind = (0 if part is None else part.shape[1] for part in (front, tail))
+        if before or behind:  # filled up at the end, where nobody looks
+            unused = tokens.new_zeros(len(tokens), -(before + size + behind) % ALIGNED, tokens.shape[2])
+            parts = [part for part in (front, tokens, tail, unused) if part is not None]
+            tokens = torch.cat([part.to(tokens.dtype) for part in parts], dim=1)
+        query, key, value = attention.project(self.input_layernorm(tokens))
+        columns = attention.join(reading, rope.inside(key, before), value)
+        mixed = attention.mix(query, rope.inside(query, before), *columns, reading)
+        # Of the front nothing more is wanted, but what is left of it has to be aligned too.
+        first = before % ALIGNED
+        output = self._finish(tokens[:, before - first :], mixed[:, :, before - first :])
+        output, tail = output[:, first : first + size], output[:, first + size : first + size + behind]
+        if writes:
+            key, value = (x[:, :, before : before + size] for x in (key, value))
+            state = self.memory.write(state, Block(key, value, output, tail if behind else None), seen)
+        return output, state
+
+    def _probed_block(
+        self, tokens: Tensor, tail: Tensor | None, rope: Rope, state: State, seen: int, reads: bool, writes: bool
+    ) -> tuple[Tensor, State]:
+        """`one_block`, where the block's tokens see its own keys and values through a probe, and the tail without."""
+        attention = self.self_attn
+        reading = self.memory.read(state, seen, self.host(rope)) if reads else None
         query, key, value = attention.project(self.input_layernorm(tokens))
         clean = rope.inside(key), value
-        local = attention.join(reading, *attention.probed(*clean))
-        output = self._finish(tokens, attention.mix(query, rope.inside(query), *local, reading))
-        if together:
-            output, tail = output[:, :size], output[:, size : size + tail.shape[1]]
-        elif tail is not None:
-            tail = self._behind(tail, rope, attention.join(reading, *clean), reading, size)
+        probed = attention.join(reading, *attention.probed(*clean))
+        output = self._finish(tokens, attention.mix(query, rope.inside(query), *probed, reading))
+        if tail is not None:
+            tail = self._behind(tail, rope, attention.join(reading, *clean), reading, tokens.shape[1])
         if writes:
-            block = Block(key[:, :, :size], value[:, :, :size], output, tail)
-            state = self.memory.write(state, block, seen)
+            state = self.memory.write(state, Block(key, value, output, tail), seen)
         return output, state
 
     def _tail(self, like: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch tail width"] | None:

@@ -75,15 +75,16 @@ def test_recall(blocks, first, heads, kv_heads, tokens, dim, features, norm, dev
 
 @pytest.mark.parametrize(("device", "dtype"), CASES)
 @pytest.mark.parametrize(
-    ("blocks", "heads", "tokens", "dim", "features"), [(3, 2, 70, 24, 20), (2, 1, 5, 96, 90), (1, 3, 1100, 16, 16)]
+    ("folded", "blocks", "heads", "tokens", "dim", "features"),
+    [(3, 3, 2, 70, 24, 20), (1, 2, 1, 5, 96, 90), (1, 1, 3, 1100, 16, 16), (2, 3, 2, 40, 16, 16)],
 )
-def test_fold(blocks, heads, tokens, dim, features, device, dtype):
+def test_fold(folded, blocks, heads, tokens, dim, features, device, dtype):
     key = draw(2, blocks, tokens, heads, dim).to(device, dtype).permute(0, 3, 1, 2, 4).requires_grad_()
     value = draw(2, heads, blocks, tokens, dim).to(device, dtype).requires_grad_()
-    normaliser = (draw(2, heads, blocks, dim).abs() + 0.5).to(device).requires_grad_()
+    normaliser = (draw(2, heads, folded, dim).abs() + 0.5).to(device).requires_grad_()
 
     def slow(key, value, normaliser):
-        feature = sigma(key, features)
+        feature, value = sigma(key[:, :, :folded], features), value[:, :, :folded]
         return feature.mT @ value, feature.mT @ (feature / (feature @ normaliser[..., None] + 1e-6))
 
     compare(lambda *inputs: infini.fold(*inputs, features), slow, (key, value, normaliser), dtype)
@@ -128,7 +129,8 @@ def test_operations_keep_their_promises():
     gate = draw(2).requires_grad_()
     torch.library.opcheck(infini._recall, (tokens, tokens, matrix, normaliser, gate, 4, True))
     keys = draw(1, 40, 2, 6).transpose(1, 2).unflatten(2, (2, 20)).requires_grad_()
-    torch.library.opcheck(infini._fold, (keys, keys, draw(1, 2, 2, 6).abs().requires_grad_(), 4))
+    for folded in (1, 2):
+        torch.library.opcheck(infini._fold, (keys, keys, draw(1, 2, folded, 6).abs().requires_grad_(), 4))
 
 
 @interpreted
