@@ -29,10 +29,12 @@ def rotate(
     x: Float[Tensor, "batch head token dim"], cos: Float[Tensor, "... token dim"], sin: Float[Tensor, "... token dim"]
 ) -> Float[Tensor, "batch head token dim"]:
     """Rotary positions, Llama's pairing of the first and second half of each head."""
-    # Halves apart until the end: a compiled backward pass is then one sweep over memory.
-    first, second = x.chunk(2, dim=-1)
-    (cos_first, cos_second), (sin_first, sin_second) = (table.unsqueeze(-3).chunk(2, dim=-1) for table in (cos, sin))
-    return torch.cat((first * cos_first - second * sin_first, second * cos_second + first * sin_second), dim=-1)
+    # Halves apart until the end, and tokens first, as projections have them: a compiled backward pass is then one sweep
+    # over memory, where it would write heads first and copy that.
+    first, second = x.transpose(1, 2).chunk(2, dim=-1)
+    (cos_first, cos_second), (sin_first, sin_second) = (table.unsqueeze(-2).chunk(2, dim=-1) for table in (cos, sin))
+    rotated = torch.cat((first * cos_first - second * sin_first, second * cos_second + first * sin_second), dim=-1)
+    return rotated.transpose(1, 2)
 
 
 def trapezoidal(

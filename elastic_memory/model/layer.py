@@ -146,6 +146,24 @@ class MemoryAttention(nn.Module):
         return torch.cat((reading[0].to(key.dtype), key), 2), torch.cat((reading[1].to(value.dtype), value), 2)
 
 
+class _Twice(torch.autograd.Function):
+    """What attention and memory both use. Its gradients are added with tokens first, as projections want them.
+
+    Left to itself, a compiler writes the sum with heads first, and then copies it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Heads) -> tuple[Heads, Heads]:
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, one: Heads | None, other: Heads | None) -> Heads | None:  # type: ignore[override]
+        if one is None or other is None:
+            return one if other is None else other
+        return (one.transpose(1, 2) + other.transpose(1, 2)).transpose(1, 2)
+
+
 class MemoryLayer(GradientCheckpointingLayer):
     """Pre-norm decoder layer: attention with memory, then the MLP."""
 
@@ -200,8 +218,12 @@ class MemoryLayer(GradientCheckpointingLayer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def _all_blocks(self, hidden: Tensor, rope: Rope) -> Tensor:
-        heads = self.self_attn.project(self.input_layernorm(hidden))
-        return self._attend_blocks(hidden, rope, heads, self.memory.read_all(*heads[1:], self.host(rope)))
+        query, key, value = self.self_attn.project(self.input_layernorm(hidden))
+        if self.memory.reach == 0:
+            return self._attend_blocks(hidden, rope, (query, key, value), [])
+        (key, read_key), (value, read_value) = _Twice.apply(key), _Twice.apply(value)
+        readings = self.memory.read_all(read_key, read_value, self.host(rope))
+        return self._attend_blocks(hidden, rope, (query, key, value), readings)
 
     def stream_blocks(self, hidden: Tensor, rope: Rope, stream: LayerStream, seen: int) -> Tensor:
         """Whole blocks of a stream at once: as many products as in training, and a memory as exact as in streams."""
@@ -215,9 +237,12 @@ class MemoryLayer(GradientCheckpointingLayer):
         attention, length = self.self_attn, hidden.shape[1]
         size = self.locality.span(length)
         query, key, value = heads
+        raw = query
+        if len(readings) > 0 and not attention.memory.joins:
+            query, raw = _Twice.apply(query)
 
         # A last block that is short is filled up with zeros, which no earlier token can see.
-        query, key, value = (_fold(x, size) for x in (query, key, value))
+        query, raw, key, value = (_fold(x, size) for x in (query, raw, key, value))
         rotated, rotated_key = (rope.inside(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in (query, key))
         previous = None
         if self.locality.sliding:
@@ -240,7 +265,7 @@ class MemoryLayer(GradientCheckpointingLayer):
             local.append(attention.attend(turned, *columns, mask).unflatten(0, (-1, last - first)))
         mixed = _joined(local)
         if len(readings) > 0 and not attention.memory.joins:
-            mixed = attention.remember_all(mixed, query, rotated, readings)
+            mixed = attention.remember_all(mixed, raw, rotated, readings)
         # [batch, block, head, token, dim] -> [batch, head, token, dim]
         return self._finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
 
