@@ -49,7 +49,7 @@ class Wavefront:
         """What leaves the last layer."""
         memories, weights = [layer.memory for layer in layers], [dict(layer.named_parameters()) for layer in layers]
         remembered = [{name: own[name] for name in own if name.startswith(MEMORY)} for own in weights]
-        stacks = {name: _Shared(stack) for name, stack in _stacks(weights, hidden).items()}
+        stacks = _Shared(_stacks(weights, hidden))
         # Each as far as it has come; all of one layout, as each layout would be compiled.
         blocks = [_own(block) for block in hidden.split(layers[0].locality.block_size, dim=1)]
         states = [memory.start(len(hidden), hidden.device) for memory in memories]
@@ -62,9 +62,8 @@ class Wavefront:
             ready = [index for index in range(len(layers)) if first <= step - index < len(blocks)]
             for group in _pieces(ready, TOKENS // blocks[0][..., 0].numel()):
                 turn, own = [step - index for index in group], slice(group[0], group[-1] + 1)
-                slices = {name: stack[own] for name, stack in stacks.items()}
                 taken = [blocks[block] for block in turn]
-                output, written = self.run(self.template, slices, remembered[own], taken, rope, states[own])
+                output, written = self.run(self.template, stacks[own], remembered[own], taken, rope, states[own])
                 # Split here: autograd then joins gradients; a compiled graph would hand out each as large as all.
                 outputs = output.split(len(hidden))
                 parts = zip(*(part.split(len(hidden)) for part in written), strict=True)
@@ -115,40 +114,46 @@ def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]
 
 
 class _Shared:
-    """A stack that groups take slices of. Their gradients are summed up here, and go on when all have come."""
+    """Stacks that groups take slices of. Their gradients are summed up here, and go on when all have come."""
 
-    def __init__(self, stack: Float[Tensor, "layer out in"]):
-        self.stack, self.taken, self.come = stack, 0, 0
-        self.sum: Tensor | None = None
+    def __init__(self, stacks: dict[str, Float[Tensor, "layer out in"]]):
+        self.stacks, self.taken, self.come = stacks, 0, 0
+        self.sums: list[Tensor] = []
 
-    def __getitem__(self, own: slice) -> Float[Tensor, "group out in"]:
+    def __getitem__(self, own: slice) -> dict[str, Float[Tensor, "group out in"]]:
         self.taken += 1
-        return _Slice.apply(self.stack, self, own)
+        return dict(zip(self.stacks, _Slices.apply(self, own, *self.stacks.values()), strict=True))
 
-    def add(self, own: slice, gradient: Tensor) -> Tensor | None:
-        """The sum, if this was the last of them."""
-        if self.sum is None:
-            precise = torch.promote_types(self.stack.dtype, torch.float32)
-            self.sum = torch.zeros_like(self.stack, dtype=precise)
-        self.sum[own] += gradient
+    def add(self, own: slice, gradients: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
+        """The sums, if these were the last of them."""
+        if not self.sums:
+            precise = torch.promote_types(next(iter(self.stacks.values())).dtype, torch.float32)
+            self.sums = [torch.zeros_like(stack, dtype=precise) for stack in self.stacks.values()]
+        for total, gradient in zip(self.sums, gradients, strict=True):
+            if gradient is not None:
+                total[own] += gradient
         self.come += 1
         if self.come < self.taken:
-            return None
-        total, self.sum, self.come = self.sum, None, 0
-        return total
+            return [None] * len(self.sums)
+        totals, self.sums, self.come = self.sums, [], 0
+        return totals
 
 
-class _Slice(torch.autograd.Function):
-    """Some layers of a stack. Autograd itself would add up gradients as large as the stack, zeros elsewhere."""
+class _Slices(torch.autograd.Function):
+    """Some layers of all stacks. Autograd itself would add up gradients as large as the stacks, zeros elsewhere."""
 
     @staticmethod
-    def forward(ctx: Any, stack: Tensor, shared: _Shared, own: slice) -> Tensor:
+    def forward(ctx: Any, shared: _Shared, own: slice, *stacks: Tensor) -> tuple[Tensor, ...]:
         ctx.shared, ctx.own = shared, own
-        return stack.detach()[own]
+        ctx.set_materialize_grads(False)
+        slices = tuple(stack.detach()[own] for stack in stacks)
+        trained = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(part for part, needed in zip(slices, trained, strict=True) if not needed))
+        return slices
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
-        return ctx.shared.add(ctx.own, gradient), None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, None, *ctx.shared.add(ctx.own, gradients)
 
 
 class _Template(nn.Module):
@@ -174,8 +179,10 @@ class _Projection(nn.Module):
         self.weight = weight
 
     def forward(self, x: Float[Tensor, "row token width"]) -> Float[Tensor, "row token out"]:
-        by_layer = x.reshape(len(self.weight), -1, x.shape[-1]).to(self.weight.dtype)
-        return _Product.apply(by_layer, self.weight).view(*x.shape[:-1], -1)
+        # In two steps there and back: of one, that splits and merges, a compiler may not see that nothing moves.
+        by_layer = x.unflatten(0, (len(self.weight), -1)).to(self.weight.dtype)
+        product = _Product.apply(by_layer.flatten(1, 2), self.weight)
+        return product.unflatten(1, by_layer.shape[1:3]).flatten(0, 1)
 
 
 class _Product(torch.autograd.Function):

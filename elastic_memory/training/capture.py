@@ -30,16 +30,22 @@ class Captured:
     compiled model holds the operators of its memories.
     """
 
+    known: Any  # shapes of the inputs it has seen
+    graph: Any
+    loss: Any
+    inputs: dict[str, Tensor]
+    gradients: list[Tensor]
+
     def __init__(self, step: Callable[..., Float[Tensor, ""]], parameters: Iterable[torch.nn.Parameter]):
         self.step, self.all = step, list(parameters)
-        self.known: Any = None  # shapes of the inputs it has seen
-        self.graph: Any = None
+        self.release()
 
     def __call__(self, **inputs: Tensor) -> Float[Tensor, ""]:
         """The step with these inputs; the loss is a tensor of its own."""
         shapes = {name: (x.shape, x.dtype) for name, x in inputs.items()}
         if self.known != shapes:
-            self.known, self.graph = shapes, None
+            self.release()
+            self.known = shapes
             loss = self.step(**inputs)
             # Those that a step does not reach stay without: an optimizer leaves them alone, zeros it would not.
             self.parameters = [parameter for parameter in self.all if parameter.grad is not None]
@@ -51,6 +57,11 @@ class Captured:
             self.inputs[name].copy_(x)
         self.graph.replay()
         return self.loss.clone()
+
+    def release(self) -> None:
+        """Let go of the graph and its memory; the next call begins anew."""
+        self.known = self.graph = self.loss = None
+        self.inputs, self.gradients = {}, []
 
     def _capture(self, inputs: dict[str, Tensor]) -> None:
         device = self.parameters[0].device

@@ -118,4 +118,14 @@ def test_a_captured_step_is_the_step(memory):
     assert (gradients() - expected[1][1]).norm() < 1e-2 * expected[1][1].norm()
     short = captured(ids=samples[0, :1, :512])  # another shape: begins anew
     torch.testing.assert_close(short, step(samples[0, :1, :512]), rtol=1e-3, atol=0)
+    model.zero_grad()
+    captured(ids=samples[0, :1, :512])
+    model.zero_grad()
+    held = torch.cuda.memory_allocated()
+    captured.release()
+    assert torch.cuda.memory_allocated() < held
+    for ids, (loss, gradient) in zip(samples, expected, strict=True):
+        model.zero_grad()
+        torch.testing.assert_close(captured(ids=ids), loss, rtol=1e-3, atol=0)
+        assert (gradients() - gradient).norm() < 1e-2 * gradient.norm()
     torch._dynamo.reset()
