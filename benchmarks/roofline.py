@@ -166,7 +166,7 @@ def main() -> None:
     }  # fmt: skip
     for preset in args.presets:
         found = table(preset, args.memory, measured(preset, args.memory, args.rows, args.length, args.steps))
-        record["models"].append(found)
+        record["models"].append(found | {"commit": record["environment"].get("commit")})
         print(f"{preset}: {found['step_ms']} ms a step, floor {found['floor_ms']}, {found['tokens_per_s']:,} tokens/s")
         for line in found["parts"]:
             print(f"  {line['part']:28s} floor {line['floor_ms']:6.1f}  measured {line['measured_ms']:6.1f}")

@@ -142,6 +142,14 @@ def timed(models: dict[str, Any], plan: dict[str, Any]) -> tuple[Throughput, int
         torch.cuda.empty_cache()
 
 
+def _measured_at(cells: dict[str, Any]) -> dict[str, set[str]]:
+    """Commits, and the rows that have cells of theirs."""
+    found: dict[str, set[str]] = {}
+    for key, cell in cells.items():
+        found.setdefault(str(cell.get("commit")), set()).add(key.split("|")[0])
+    return dict(sorted(found.items()))
+
+
 def table(record: dict[str, Any], kind: str) -> Table:
     """Samples/s, the ratio to Transformer++ of the same size, and the paper's ratio."""
     cells, lines = record["cells"], []
@@ -158,7 +166,11 @@ def table(record: dict[str, Any], kind: str) -> Table:
         lines.append(line)
     here = record["environment"]
     where = f"{here.get('device', 'this machine')}, torch {here['torch']}"
-    commits = ", ".join(sorted({str(cell.get("commit")) for cell in cells.values()}))
+    at = _measured_at(cells)
+    commits = " and ".join(
+        f"{commit} ({', '.join(name for name in ROWS if name in names)})" if len(at) > 1 else commit
+        for commit, names in at.items()
+    )
     fewer = {key.replace("|", " "): cell["rows"] for key, cell in cells.items() if cell["rows"] < record["rows"]}
     smaller = "".join(f"; {cell}: {rows}" for cell, rows in fewer.items())
     return Table(

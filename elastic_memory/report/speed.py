@@ -79,11 +79,12 @@ def roofline(root: Path) -> str:
     rows.append(["step", *(f"{model['step_ms']:.1f}" for model in models)])
     rows.append(["step over floor", *(f"{model['step_over_floor']:.2f}" for model in models)])
     rows.append(["tokens/s", *(f"{model['tokens_per_s'] / 1e3:.0f}k" for model in models)])
+    rows.append(["commit", *(model["commit"] for model in models)])
     rows.append(["share of 989 TFLOP/s", *(f"{100 * model['share_of_989_tflops']:.0f}%" for model in models)])
     note = (
         f"Transformer++, {models[0]['tokens']:,} tokens a step, bf16. Ceilings: {record['ceilings']['bf16_tflops']} "
         f"TFLOP/s, {record['ceilings']['terabytes_per_s']} TB/s. {record['device']}, torch {record['torch']}, "
-        f"{record['date']}, commit {record['environment']['commit']}."
+        f"{record['date']}."
     )
     title = "Floor / measured milliseconds of a training step"
     return Table(title, ["part", *(model["preset"] for model in models)], rows, note).markdown()
@@ -97,7 +98,7 @@ def peers(root: Path) -> str:
             f"{row['name']} {row['version']}" if row.get("version") else row["name"],
             f"{row['parameters'] / 1e6:.0f}M" if "failed" not in row else "-",
             f"{row['tokens_per_s'] / 1e3:.0f}k" if "failed" not in row else row["failed"],
-            f"{row['ratio']:.2f}" if "failed" not in row else "-",
+            f"{row['ratio']:.{2 if row['ratio'] > 0.1 else 3}f}" if "failed" not in row else "-",
             f"{row['peak_gib']:.0f} GiB" if "failed" not in row else "-",
         ]
         for row in record["peers"]
@@ -105,9 +106,17 @@ def peers(root: Path) -> str:
     notes = " ".join(
         f"*{row['name']}*: {row['note']}." for row in record["peers"] if row.get("package") and "note" in row
     )
+    later: dict[str, list[str]] = {}
+    for row in record["peers"]:
+        if "commit" in row:
+            later.setdefault(row["commit"], []).append(row["name"])
+    others = "".join(
+        f"; {', '.join(names)}: another process, against Transformer++ there, commit {commit}"
+        for commit, names in later.items()
+    )
     note = (
         f"Training steps of {record['length']:,}-token samples, one process, {record['device']}, {record['date']}, "
-        f"commit {record['environment']['commit']}. {notes}"
+        f"commit {record['environment']['commit']}{others}. {notes}"
     )
     return Table("Peers", ["model", "parameters", "tokens/s", "ratio", "peak memory"], rows, note).markdown()
 
