@@ -1,11 +1,13 @@
-"""Infini-Transformer's memory in training: what all blocks read and what they add, without anything written in between.
+"""Infini-Transformer's memory in training: what all blocks read and what they add.
 
-Plain code passes over queries, keys, values and what is read a dozen times in float32; here they are read once in the
-forward pass and once or twice in the backward pass, and features, weights and norms exist only inside a program.
-Operations of their own, so that compiled graphs can hold them.
+Plain code passes over queries, keys, values and what is read a dozen times in float32. Here tokens are as narrow as
+activations: products are torch's, and what stands between two of them is one kernel that reads and writes each number
+once; weights and norms exist only inside. With the products inside too there would be fewer passes, but matrices of a
+head leave a kernel so few registers that it waits for memory instead of keeping it busy. Where a block is summed up
+it pays, as little is written. Operations of their own, so that compiled graphs can hold them.
 
-A program loops over tokens of one block in one head: a chunk of them, or all where it sums them up. Tensors of tokens
-may be strided, except along the last axis.
+A program takes some tokens of one block in one head, or all where it sums them up. Tensors that come and go may be
+strided, except along the last axis; those in between are contiguous, a block of a head after the other.
 """
 
 # Constants of the compiled program are in capitals, as Triton has it.
@@ -14,6 +16,7 @@ may be strided, except along the last axis.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -21,7 +24,7 @@ from elastic_memory.shapes import Float, Tensor
 
 EPSILON = tl.constexpr(1e-6)  # of normalisers
 NORM_EPSILON = tl.constexpr(1e-5)
-CHUNK = 512  # tokens of a program that sums nothing up
+TILE = 64  # tokens of a program
 
 
 def recall(
@@ -50,10 +53,8 @@ def fold(
     return _fold(key, value, normaliser, features)
 
 
-def _sizes(dim: int, features: int, tile: int, warps: int, stages: int = 2) -> dict[str, int]:
-    """Callers choose a tile of tokens, warps and stages so that on Hopper nothing leaves the registers."""
-    width = max(16, triton.next_power_of_2(dim))
-    return {"DIM": dim, "REAL": features, "WIDTH": width, "TILE": tile, "num_warps": warps, "num_stages": stages}
+def _sizes(dim: int, features: int) -> dict[str, int]:
+    return {"DIM": dim, "REAL": features, "WIDTH": max(16, triton.next_power_of_2(dim)), "TILE": TILE, "num_warps": 8}
 
 
 def _laid_out(x: Tensor) -> Tensor:
@@ -66,18 +67,44 @@ def _strided(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _contiguous(x: Tensor, features: int | None = None) -> Tensor:
+    """sigma(x), or x itself, with its axes in order."""
+    x, (batch, first, second, tokens, dim) = _strided(x), x.shape
+    result, sizes = x.new_empty(x.shape), _sizes(dim, features or dim)
+    with torch.cuda.device_of(x):
+        _copy[(batch * first * second, triton.cdiv(tokens, TILE))](
+            x, result, *x.stride()[:4], first, second, tokens, SIGMA=features is not None, **sizes
+        )
+    return result
+
+
+def _times(left: Tensor, right: Tensor, wide: bool = False) -> Tensor:
+    """Products of matrices, one for each block of a head; in float32 if `wide`."""
+    left, right, shape = left.flatten(0, 2), right.flatten(0, 2), left.shape[:3]
+    # On GPUs alone torch makes float32 of narrower numbers; the interpreter's are that wide.
+    product = torch.bmm(left, right, out_dtype=torch.float32) if wide and left.is_cuda else torch.bmm(left, right)
+    return product.unflatten(0, shape)
+
+
+def _read(query: Tensor, matrix: Tensor, features: int) -> tuple[Tensor, Tensor, Tensor]:
+    """sigma(q) of the blocks that read, a matrix for each of their heads, and the products of both."""
+    feature = _contiguous(query[:, query.shape[1] - matrix.shape[1] :], features)
+    known = matrix.to(query.dtype).repeat_interleave(query.shape[2] // matrix.shape[2], dim=2)
+    return feature, known, _times(feature, known)
+
+
 @torch.library.custom_op("elastic_memory::infini_recall", mutates_args=())
 def _recall(
     query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, features: int, norm: bool
 ) -> Tensor:
-    query, local, normaliser = _strided(query), _strided(local), normaliser.contiguous()
+    local, normaliser = _strided(local), normaliser.contiguous()
     batch, blocks, heads, tokens, dim = query.shape
-    mixed, known = _laid_out(local), matrix.to(query.dtype).contiguous()
+    feature, _, product = _read(query, matrix, features)
+    mixed = _laid_out(local)
     with torch.cuda.device_of(query):
-        _recall_kernel[(batch * blocks * heads, triton.cdiv(tokens, CHUNK))](
-            query, local, known, normaliser, gate, mixed, *query.stride()[:4], *local.stride()[:4],
-            *mixed.stride()[:4], blocks, heads, matrix.shape[2], blocks - matrix.shape[1], tokens, NORM=norm,
-            CHUNK=CHUNK, **_sizes(dim, features, 64, 4),
+        _combine[(batch * blocks * heads, triton.cdiv(tokens, TILE))](
+            local, feature, product, normaliser, gate, mixed, *local.stride()[:4], *mixed.stride()[:4], blocks, heads,
+            matrix.shape[2], blocks - matrix.shape[1], tokens, NORM=norm, **_sizes(dim, features),
         )  # fmt: skip
     return mixed
 
@@ -87,24 +114,26 @@ def _recall_backward(
     gradient: Tensor, query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, features: int,
     norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients; of matrix and normaliser for each head that reads, of normaliser and gate for each chunk."""
-    gradient, query, local, normaliser = _strided(gradient), _strided(query), _strided(local), normaliser.contiguous()
+    """Gradients; of matrix and normaliser for each head that reads, of normaliser and gate for each program."""
+    gradient, local, normaliser = _strided(gradient), _strided(local), normaliser.contiguous()
     batch, blocks, heads, tokens, dim = query.shape
-    reads, kv_heads, chunks = *matrix.shape[1:3], triton.cdiv(tokens, CHUNK)
-    of_query, of_local, of_product = _laid_out(query), _laid_out(local), _laid_out(query)
-    known = matrix.to(query.dtype).contiguous()
-    of_matrix = normaliser.new_empty(batch, reads, heads, dim, dim)
-    of_normaliser = normaliser.new_empty(batch, reads, heads, chunks, dim)
-    of_gate = normaliser.new_empty(batch, blocks, heads, chunks)
+    reads, kv_heads, tiles = *matrix.shape[1:3], triton.cdiv(tokens, TILE)
+    feature, known, product = _read(query, matrix, features)
+    of_query, of_local, of_product = _laid_out(query), _laid_out(local), torch.empty_like(product)
+    of_weight = normaliser.new_empty(batch, reads, heads, tokens)
+    of_normaliser = normaliser.new_empty(batch, reads, heads, tiles, dim)
+    of_gate = normaliser.new_empty(batch, blocks, heads, tiles)
+    grid, sizes = (batch * blocks * heads, tiles), _sizes(dim, features)
     with torch.cuda.device_of(query):
-        _recall_slopes[(batch * blocks * heads, chunks)](
-            gradient, query, local, known, normaliser, gate, of_query, of_local, of_product, of_normaliser, of_gate,
-            *gradient.stride()[:4], *query.stride()[:4], *local.stride()[:4], *of_query.stride()[:4],
-            blocks, heads, kv_heads, blocks - reads, tokens, NORM=norm, CHUNK=CHUNK, **_sizes(dim, features, 32, 4),
+        _slopes[grid](
+            gradient, local, feature, product, normaliser, gate, of_local, of_product, of_weight, of_gate,
+            *gradient.stride()[:4], *local.stride()[:4], *of_local.stride()[:4], blocks, heads, kv_heads,
+            blocks - reads, tokens, NORM=norm, **sizes,
         )  # fmt: skip
-        _recall_matrix_slopes[(batch * reads * heads,)](
-            query, of_product, of_matrix, *query.stride()[:4], *of_product.stride()[:4], blocks, heads, blocks - reads,
-            tokens, **_sizes(dim, features, 64, 8),
+        of_matrix, of_feature = _times(feature.mT, of_product, wide=True), _times(of_product, known.mT)
+        _query_slopes[grid](
+            of_feature, feature, of_weight, normaliser, of_query, of_normaliser, *of_query.stride()[:4], blocks, heads,
+            kv_heads, blocks - reads, tokens, **sizes,
         )  # fmt: skip
     return of_query, of_local, of_matrix, of_normaliser, of_gate
 
@@ -114,10 +143,11 @@ def _fold(key: Tensor, value: Tensor, normaliser: Tensor, features: int) -> tupl
     key, value, normaliser = _strided(key), _strided(value), normaliser.contiguous()
     batch, heads, folded, dim = normaliser.shape
     added, known = (normaliser.new_empty(batch, heads, folded, dim, dim) for _ in range(2))
+    # As many warps as on Hopper keep both sums in registers.
     with torch.cuda.device_of(key):
         _fold_kernel[(batch * heads * folded,)](
             key, value, normaliser, added, known, *key.stride()[:4], *value.stride()[:4], heads, folded, key.shape[3],
-            **_sizes(dim, features, 64, 16, stages=3),
+            **_sizes(dim, features) | {"num_warps": 16, "num_stages": 3},
         )  # fmt: skip
     return added, known
 
@@ -126,18 +156,23 @@ def _fold(key: Tensor, value: Tensor, normaliser: Tensor, features: int) -> tupl
 def _fold_backward(
     of_added: Tensor, of_known: Tensor, key: Tensor, value: Tensor, normaliser: Tensor, features: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    key, value, normaliser = _strided(key), _strided(value), normaliser.contiguous()
+    """Gradients; of normaliser for each program. G is symmetric in what it is made of: its gradient comes twice."""
+    normaliser = normaliser.contiguous()
     batch, heads, blocks, tokens, dim = key.shape
-    of_key, of_value = (_laid_out(x.transpose(1, 2)).transpose(1, 2) for x in (key, value))
-    folded, chunks, twice = normaliser.shape[2], triton.cdiv(tokens, CHUNK), of_known + of_known.mT
-    of_normaliser = normaliser.new_empty(batch, heads, folded, chunks, dim)
+    folded, tiles = normaliser.shape[2], triton.cdiv(tokens, TILE)
+    missing = (0, 0, 0, 0, 0, blocks - folded)
+    of_added, twice = (F.pad(x.to(key.dtype), missing) for x in (of_added, of_known + of_known.mT))
+    feature, own = _contiguous(key, features), _contiguous(value)
+    both = _times(feature, torch.cat((of_added, twice), dim=-1))
+    of_feature = _times(own, of_added.mT)
+    of_key = _laid_out(key.transpose(1, 2)).transpose(1, 2)
+    of_normaliser = normaliser.new_empty(batch, heads, folded, tiles, dim)
     with torch.cuda.device_of(key):
-        _fold_slopes[(batch * heads * blocks, chunks)](
-            of_added.to(key.dtype).contiguous(), twice.to(key.dtype).contiguous(), key, value, normaliser,
-            of_key, of_value, of_normaliser, *key.stride()[:4], *value.stride()[:4], *of_key.stride()[:4],
-            heads, blocks, folded, tokens, CHUNK=CHUNK, **_sizes(dim, features, 32, 4, stages=1),
+        _key_slopes[(batch * heads * blocks, tiles)](
+            both, of_feature, feature, normaliser, of_key, of_normaliser, *of_key.stride()[:4], heads, blocks, folded,
+            tokens, **_sizes(dim, features),
         )  # fmt: skip
-    return of_key, of_value, of_normaliser
+    return of_key, both[..., :dim], of_normaliser
 
 
 @_recall.register_fake
@@ -150,10 +185,10 @@ def _(
     gradient: Tensor, query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
     batch, blocks, heads, tokens, dim = query.shape
-    reads, chunks = matrix.shape[1], triton.cdiv(tokens, CHUNK)
+    reads, tiles = matrix.shape[1], triton.cdiv(tokens, TILE)
     of_matrix = normaliser.new_empty(batch, reads, heads, dim, dim)
-    of_normaliser = normaliser.new_empty(batch, reads, heads, chunks, dim)
-    of_gate = normaliser.new_empty(batch, blocks, heads, chunks)
+    of_normaliser = normaliser.new_empty(batch, reads, heads, tiles, dim)
+    of_gate = normaliser.new_empty(batch, blocks, heads, tiles)
     return _laid_out(query), _laid_out(local), of_matrix, of_normaliser, of_gate
 
 
@@ -167,9 +202,10 @@ def _(key: Tensor, value: Tensor, normaliser: Tensor, features: int) -> tuple[Te
 def _(
     of_added: Tensor, of_known: Tensor, key: Tensor, value: Tensor, normaliser: Tensor, features: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_key, of_value = (_laid_out(x.transpose(1, 2)).transpose(1, 2) for x in (key, value))
-    chunks = triton.cdiv(key.shape[3], CHUNK)
-    return of_key, of_value, normaliser.new_empty(*normaliser.shape[:3], chunks, normaliser.shape[3])
+    of_key, dim = _laid_out(key.transpose(1, 2)).transpose(1, 2), key.shape[-1]
+    of_value = value.new_empty(*value.shape[:-1], 2 * dim)[..., :dim]
+    tiles = triton.cdiv(key.shape[3], TILE)
+    return of_key, of_value, normaliser.new_empty(*normaliser.shape[:3], tiles, normaliser.shape[3])
 
 
 def _remember(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -230,129 +266,124 @@ def _real(column, DIM: tl.constexpr, REAL: tl.constexpr):
 
 
 @triton.jit
-def _square(matrix, column, there, DIM: tl.constexpr):
-    """A matrix of a head, or zeros if it is not there."""
-    inside = (column < DIM) & there
-    at = matrix + column[:, None] * DIM + column[None, :]
-    return tl.load(at, mask=inside[:, None] & inside[None, :], other=0.0)
+def _place(row, first, second, s0, s1, s2):
+    """Where a block of a head begins: its row counts through three axes, of which the last two have these sizes."""
+    return row // second // first * s0 + row // second % first * s1 + row % second * s2
 
 
 @triton.jit
-def _reading(matrix, normaliser, gate, reads, head, heads, kv_heads, column, there, DIM: tl.constexpr):
-    """M and z of a head, and how far its gate is open; a block without a reading reads zeros by a closed one."""
+def _tile(tokens, DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """The program's tokens, the columns of a head, and which of both there are."""
+    token, column = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
+    return token, column, (token < tokens)[:, None] & (column < DIM)[None, :]
+
+
+@triton.jit
+def _reading(normaliser, row, blocks, heads, kv_heads, first, column, DIM: tl.constexpr):
+    """Whether a block reads, its row among those that do, and z; of one that does not, zeros."""
+    batch, block, head = row // heads // blocks, row // heads % blocks, row % heads
+    there, reads = block >= first, batch * (blocks - first) + block - first
     which = reads * kv_heads + head // (heads // kv_heads)
     z = tl.load(normaliser + which * DIM + column, mask=(column < DIM) & there, other=0.0)
-    known = _square(matrix + which * DIM * DIM, column, there, DIM)
-    return known, z, tl.where(there, tl.sigmoid(tl.load(gate + head).to(tl.float32)), 0.0)
+    return there, reads * heads + head, z
 
 
 @triton.jit
-def _recall_kernel(
-    query, local, matrix, normaliser, gate, mixed, q0, q1, q2, q3, l0, l1, l2, l3, m0, m1, m2, m3,
-    blocks, heads, kv_heads, first, tokens, NORM: tl.constexpr, CHUNK: tl.constexpr,
+def _copy(
+    x, result, x0, x1, x2, x3, first, second, tokens, SIGMA: tl.constexpr,
     DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
-    batch, block, head = row // heads // blocks, row // heads % blocks, row % heads
-    column = tl.arange(0, WIDTH)
-    real = _real(column, DIM, REAL)
-    query += batch * q0 + block * q1 + head * q2
-    local += batch * l0 + block * l1 + head * l2
-    mixed += batch * m0 + block * m1 + head * m2
-    reads = batch * (blocks - first) + block - first
-    known, z, openness = _reading(matrix, normaliser, gate, reads, head, heads, kv_heads, column, block >= first, DIM)
-    for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
-        token = start + tl.arange(0, TILE)
-        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-        x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0)
-        feature = _sigma(x, inside & real[None, :])
-        product = tl.dot(feature, known, input_precision="ieee")
-        weight = tl.sum(feature.to(tl.float32) * z[None, :], 1) + EPSILON
-        read = product * _scale(weight, tl.sum(product * product, 1), NORM, REAL)[:, None]
-        own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        own += openness * (read - own)
-        tl.store(mixed + token[:, None] * m3 + column[None, :], own.to(mixed.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _recall_slopes(
-    gradient, query, local, matrix, normaliser, gate, of_query, of_local, of_product, of_normaliser, of_gate,
-    g0, g1, g2, g3, q0, q1, q2, q3, l0, l1, l2, l3, o0, o1, o2, o3, blocks, heads, kv_heads, first, tokens,
-    NORM: tl.constexpr, CHUNK: tl.constexpr,
-    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
-    batch, block, head = row // heads // blocks, row // heads % blocks, row % heads
-    column = tl.arange(0, WIDTH)
-    real = _real(column, DIM, REAL)
-    gradient += batch * g0 + block * g1 + head * g2
-    query += batch * q0 + block * q1 + head * q2
-    local += batch * l0 + block * l1 + head * l2
-    of_query += batch * o0 + block * o1 + head * o2
-    of_local += batch * o0 + block * o1 + head * o2
-    of_product += batch * o0 + block * o1 + head * o2
-    there = block >= first
-    reads = batch * (blocks - first) + block - first
-    known, z, openness = _reading(matrix, normaliser, gate, reads, head, heads, kv_heads, column, there, DIM)
-    of_z, of_openness = tl.zeros([WIDTH], tl.float32), tl.zeros([TILE], tl.float32)
-    for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
-        token = start + tl.arange(0, TILE)
-        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-        x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0)
-        feature = _sigma(x, inside & real[None, :])
-        slope = tl.load(gradient + token[:, None] * g3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        product = tl.dot(feature, known, input_precision="ieee")
-        wide = feature.to(tl.float32)
-        weight, square = _sums(wide * z[None, :], product * product)
-        weight += EPSILON
-        scale = _scale(weight, square, NORM, REAL)
-        read = product * scale[:, None]
-        along, of_row = _sums(read * slope, (read - own) * slope)
-        of_openness += of_row
-        along *= openness
-        of_read = openness * slope
-        if NORM:
-            of_read -= read * (along / REAL)[:, None]
-            of_weight = -NORM_EPSILON * weight * scale * scale * along
-        else:
-            of_weight = -scale * along
-        of_read = (of_read * scale[:, None]).to(known.dtype)
-        at = token[:, None] * o3 + column[None, :]
-        tl.store(of_product + at, of_read, mask=inside)
-        tl.store(of_local + at, ((1 - openness) * slope).to(of_local.dtype.element_ty), mask=inside)
-        of_feature = tl.dot(of_read, tl.trans(known), input_precision="ieee") + of_weight[:, None] * z[None, :]
-        of_z += tl.sum(wide * of_weight[:, None], 0)
-        of_x = of_feature * tl.minimum(wide, 1.0)
-        tl.store(of_query + at, of_x.to(of_query.dtype.element_ty), mask=inside)
-    chunk, chunks = tl.program_id(1), tl.num_programs(1)
-    tl.store(of_gate + row * chunks + chunk, tl.sum(of_openness) * openness * (1 - openness))
-    if there:
-        tl.store(of_normaliser + ((reads * heads + head) * chunks + chunk) * DIM + column, of_z, mask=column < DIM)
-
-
-@triton.jit
-def _recall_matrix_slopes(
-    query, of_product, of_matrix, q0, q1, q2, q3, p0, p1, p2, p3, blocks, heads, first, tokens,
-    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Of its own, as a matrix summed up leaves no registers for the rest."""
     row = tl.program_id(0).to(tl.int64)
-    reads, head = row // heads, row % heads
-    batch, block = reads // (blocks - first), reads % (blocks - first) + first
-    column = tl.arange(0, WIDTH)
-    real = _real(column, DIM, REAL)
-    query += batch * q0 + block * q1 + head * q2
-    of_product += batch * p0 + block * p1 + head * p2
-    of_known = tl.zeros([WIDTH, WIDTH], tl.float32)
-    for start in range(0, tokens, TILE):
-        token = start + tl.arange(0, TILE)
-        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-        x = tl.load(query + token[:, None] * q3 + column[None, :], mask=inside, other=0.0)
-        slope = tl.load(of_product + token[:, None] * p3 + column[None, :], mask=inside, other=0.0)
-        of_known = tl.dot(tl.trans(_sigma(x, inside & real[None, :])), slope, of_known, input_precision="ieee")
-    at = row * DIM * DIM + column[:, None] * DIM + column[None, :]
-    tl.store(of_matrix + at, of_known, mask=(column < DIM)[:, None] & (column < DIM)[None, :])
+    token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
+    at = _place(row, first, second, x0, x1, x2) + token[:, None] * x3 + column[None, :]
+    own = tl.load(x + at, mask=inside, other=0.0)
+    if SIGMA:
+        own = _sigma(own, inside & _real(column, DIM, REAL)[None, :])
+    tl.store(result + (row * tokens + token[:, None]) * DIM + column[None, :], own, mask=inside)
+
+
+@triton.jit
+def _combine(
+    local, feature, product, normaliser, gate, mixed, l0, l1, l2, l3, m0, m1, m2, m3,
+    blocks, heads, kv_heads, first, tokens, NORM: tl.constexpr,
+    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """local + g (read - local); a block that reads nothing has a closed gate."""
+    row = tl.program_id(0).to(tl.int64)
+    token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
+    there, own_row, z = _reading(normaliser, row, blocks, heads, kv_heads, first, column, DIM)
+    openness = tl.where(there, tl.sigmoid(tl.load(gate + row % heads).to(tl.float32)), 0.0)
+    at = (own_row * tokens + token[:, None]) * DIM + column[None, :]
+    wide = tl.load(feature + at, mask=inside & there, other=0.0).to(tl.float32)
+    read = tl.load(product + at, mask=inside & there, other=0.0).to(tl.float32)
+    beside = _place(row, blocks, heads, l0, l1, l2) + token[:, None] * l3 + column[None, :]
+    own = tl.load(local + beside, mask=inside, other=0.0).to(tl.float32)
+    weight, square = _sums(wide * z[None, :], read * read)
+    read *= _scale(weight + EPSILON, square, NORM, REAL)[:, None]
+    own += openness * (read - own)
+    to = _place(row, blocks, heads, m0, m1, m2) + token[:, None] * m3 + column[None, :]
+    tl.store(mixed + to, own.to(mixed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _slopes(
+    gradient, local, feature, product, normaliser, gate, of_local, of_product, of_weight, of_gate,
+    g0, g1, g2, g3, l0, l1, l2, l3, o0, o1, o2, o3, blocks, heads, kv_heads, first, tokens, NORM: tl.constexpr,
+    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of `_combine`: of what it mixes, and of the weights it divides by."""
+    row = tl.program_id(0).to(tl.int64)
+    token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
+    there, own_row, z = _reading(normaliser, row, blocks, heads, kv_heads, first, column, DIM)
+    openness = tl.where(there, tl.sigmoid(tl.load(gate + row % heads).to(tl.float32)), 0.0)
+    at = (own_row * tokens + token[:, None]) * DIM + column[None, :]
+    wide = tl.load(feature + at, mask=inside & there, other=0.0).to(tl.float32)
+    read = tl.load(product + at, mask=inside & there, other=0.0).to(tl.float32)
+    above = _place(row, blocks, heads, g0, g1, g2) + token[:, None] * g3 + column[None, :]
+    slope = tl.load(gradient + above, mask=inside, other=0.0).to(tl.float32)
+    beside = _place(row, blocks, heads, l0, l1, l2) + token[:, None] * l3 + column[None, :]
+    own = tl.load(local + beside, mask=inside, other=0.0).to(tl.float32)
+    to = _place(row, blocks, heads, o0, o1, o2) + token[:, None] * o3 + column[None, :]
+    tl.store(of_local + to, ((1 - openness) * slope).to(of_local.dtype.element_ty), mask=inside)
+    weight, square = _sums(wide * z[None, :], read * read)
+    weight += EPSILON
+    scale = _scale(weight, square, NORM, REAL)
+    read *= scale[:, None]
+    along, of_row = _sums(read * slope, (read - own) * slope)
+    along *= openness
+    of_read = openness * slope
+    if NORM:
+        of_read -= read * (along / REAL)[:, None]
+        of_own_weight = -NORM_EPSILON * weight * scale * scale * along
+    else:
+        of_own_weight = -scale * along
+    of_read *= scale[:, None]
+    tl.store(of_product + at, of_read.to(of_product.dtype.element_ty), mask=inside & there)
+    tl.store(of_weight + own_row * tokens + token, of_own_weight, mask=(token < tokens) & there)
+    of_openness = tl.sum(of_row) * openness * (1 - openness)
+    tl.store(of_gate + row * tl.num_programs(1) + tl.program_id(1), of_openness)
+
+
+@triton.jit
+def _query_slopes(
+    of_feature, feature, of_weight, normaliser, of_query, of_normaliser, o0, o1, o2, o3,
+    blocks, heads, kv_heads, first, tokens,
+    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Through weights and features; a block that reads nothing has none."""
+    row = tl.program_id(0).to(tl.int64)
+    token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
+    there, own_row, z = _reading(normaliser, row, blocks, heads, kv_heads, first, column, DIM)
+    at = (own_row * tokens + token[:, None]) * DIM + column[None, :]
+    wide = tl.load(feature + at, mask=inside & there, other=0.0).to(tl.float32)
+    slope = tl.load(of_feature + at, mask=inside & there, other=0.0).to(tl.float32)
+    of_own_weight = tl.load(of_weight + own_row * tokens + token, mask=(token < tokens) & there, other=0.0)
+    of_x = (slope + of_own_weight[:, None] * z[None, :]) * tl.minimum(wide, 1.0)
+    to = _place(row, blocks, heads, o0, o1, o2) + token[:, None] * o3 + column[None, :]
+    tl.store(of_query + to, of_x.to(of_query.dtype.element_ty), mask=inside)
+    of_z = tl.sum(wide * of_own_weight[:, None], 0)
+    tile = own_row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(of_normaliser + tile * DIM + column, of_z, mask=(column < DIM) & there)
 
 
 @triton.jit
@@ -386,45 +417,25 @@ def _fold_kernel(
 
 
 @triton.jit
-def _fold_slopes(
-    of_added, twice_known, key, value, normaliser, of_key, of_value, of_normaliser,
-    k0, k1, k2, k3, v0, v1, v2, v3, o0, o1, o2, o3, heads, blocks, folded, tokens,
-    CHUNK: tl.constexpr, DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+def _key_slopes(
+    both, of_feature, feature, normaliser, of_key, of_normaliser, o0, o1, o2, o3, heads, blocks, folded, tokens,
+    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`twice_known` is the gradient of G plus its transpose: G is symmetric in what it is made of."""
-    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
-    batch, head, block = row // blocks // heads, row // blocks % heads, row % blocks
-    column = tl.arange(0, WIDTH)
-    real = _real(column, DIM, REAL)
-    key += batch * k0 + head * k1 + block * k2
-    value += batch * v0 + head * v1 + block * v2
-    of_key += batch * o0 + head * o1 + block * o2
-    of_value += batch * o0 + head * o1 + block * o2
-    there = block < folded  # gradients of others are zero, as is all they are made of
-    own_row = row // blocks * folded + block
+    """Of what is folded; behind the gradients of values, `both` has features by twice the gradient of G."""
+    row = tl.program_id(0).to(tl.int64)
+    token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
+    there, own_row = row % blocks < folded, row // blocks * folded + row % blocks
     z = tl.load(normaliser + own_row * DIM + column, mask=(column < DIM) & there, other=0.0)
-    slope = _square(of_added + own_row * DIM * DIM, column, there, DIM)
-    twice = _square(twice_known + own_row * DIM * DIM, column, there, DIM)
-    of_z = tl.zeros([WIDTH], tl.float32)
-    for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
-        token = start + tl.arange(0, TILE)
-        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-        x = tl.load(key + token[:, None] * k3 + column[None, :], mask=inside, other=0.0)
-        own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
-        feature = _sigma(x, inside & real[None, :])
-        at = token[:, None] * o3 + column[None, :]
-        of_own = tl.dot(feature, slope, input_precision="ieee")
-        tl.store(of_value + at, of_own.to(of_value.dtype.element_ty), mask=inside)
-        wide = feature.to(tl.float32)
-        turned = tl.dot(feature, twice, input_precision="ieee")
-        weight, along = _sums(wide * z[None, :], wide * turned)
-        share = 1 / (weight + EPSILON)
-        of_weight = -0.5 * share * share * along
-        of_z += tl.sum(wide * of_weight[:, None], 0)
-        of_feature = tl.dot(own, tl.trans(slope), input_precision="ieee")
-        of_feature += share[:, None] * turned + of_weight[:, None] * z[None, :]
-        of_x = of_feature * tl.minimum(wide, 1.0)
-        tl.store(of_key + at, of_x.to(of_key.dtype.element_ty), mask=inside)
-    chunk, chunks = tl.program_id(1), tl.num_programs(1)
-    if there:
-        tl.store(of_normaliser + (own_row * chunks + chunk) * DIM + column, of_z, mask=column < DIM)
+    line = row * tokens + token[:, None]
+    wide = tl.load(feature + line * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    turned = tl.load(both + (2 * line + 1) * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(of_feature + line * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    weight, along = _sums(wide * z[None, :], wide * turned)
+    share = 1 / (weight + EPSILON)
+    of_weight = -0.5 * share * share * along
+    of_x = (slope + share[:, None] * turned + of_weight[:, None] * z[None, :]) * tl.minimum(wide, 1.0)
+    to = _place(row, heads, blocks, o0, o1, o2) + token[:, None] * o3 + column[None, :]
+    tl.store(of_key + to, of_x.to(of_key.dtype.element_ty), mask=inside)
+    of_z = tl.sum(wide * of_weight[:, None], 0)
+    tile = own_row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(of_normaliser + tile * DIM + column, of_z, mask=(column < DIM) & there)

@@ -236,7 +236,7 @@ def _error(device: torch.device, dim: int, dtype: torch.dtype = torch.bfloat16) 
 def _error_of(norm: str, device: torch.device, dim: int, dtype: torch.dtype) -> float:
     from elastic_memory.kernels import infini
 
-    size, features = infini.CHUNK + 80, max(dim - 2, 2)
+    size, features = infini.TILE + 80, max(dim - 2, 2)
     geometry = Geometry(width=2 * dim, heads=2, kv_heads=1, head_dim=dim, layers=1, block_size=size, features=features)
     memory = InfiniMemory(geometry, memory_norm=norm).to(device)
     generator = torch.Generator(device).manual_seed(0)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 LAUNCHED = {
-    "_recall_kernel", "_recall_slopes", "_recall_matrix_slopes", "_fold_kernel", "_fold_slopes", "_losses", "_climb",
+    "_copy", "_combine", "_slopes", "_query_slopes", "_fold_kernel", "_key_slopes", "_losses", "_climb",
     "_column", "_project", "_attend", "_merge", "_expand", "_contract",
 }  # fmt: skip
 
