@@ -22,16 +22,22 @@ from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM, wave
 
 def compile_ahead(configs: Sequence[MemoryLlamaConfig], rows: int, length: int, processes: int = 4) -> None:
     """Training steps and evaluation of these models on `rows` samples; one that fails is compiled when it is timed."""
-
-    def run(config: MemoryLlamaConfig) -> subprocess.CompletedProcess:
-        task = json.dumps([config.to_dict(), rows, length])
-        return subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
-
     with ThreadPoolExecutor(processes) as pool:
-        for done in track(pool.map(run, configs), description="compiling", total=len(configs)):
-            if done.returncode:
-                reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-                warnings.warn(f"a model was not compiled ahead: {reason}", stacklevel=2)
+        results = pool.map(lambda config: _failure(config, rows, length), configs)
+        reasons = list(track(results, description="compiling", total=len(configs)))
+    failed = [config for config, reason in zip(configs, reasons, strict=True) if reason]
+    # Together they may need more memory than there is.
+    for config in track(failed, description="compiling again", disable=not failed):
+        reason = _failure(config, rows, length)
+        if reason:
+            warnings.warn(f"a model was not compiled ahead: {reason}", stacklevel=2)
+
+
+def _failure(config: MemoryLlamaConfig, rows: int, length: int) -> str | None:
+    """Compile in a process of its own; why that failed."""
+    task = json.dumps([config.to_dict(), rows, length])
+    done = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
+    return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1] if done.returncode else None
 
 
 def _compile(values: dict, rows: int, length: int) -> None:

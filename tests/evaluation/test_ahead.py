@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from elastic_memory.commands.reproduce import load
+from elastic_memory.evaluation import ahead
 
 SCRIPT = """
 import json, sys, torch
@@ -39,6 +40,21 @@ def test_the_whole_model_finds_everything(memory, multiple, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     hits, misses = json.loads(done.stdout.splitlines()[-1])
     assert hits > 5 and misses == 0
+
+
+def test_what_fails_beside_others_is_compiled_alone(monkeypatch):
+    """As one does for want of memory; what fails again is named."""
+    tries = []
+
+    def fail(config, rows, length):
+        tries.append(config)
+        return None if config == "good" or (config == "large" and tries.count("large") == 2) else f"no {config}"
+
+    monkeypatch.setattr(ahead, "_failure", fail)
+    with pytest.warns(UserWarning, match="not compiled ahead: no bad") as found:
+        ahead.compile_ahead(["good", "large", "bad"], 1, 8)
+    assert len(found) == 1
+    assert sorted(tries) == ["bad", "bad", "good", "large", "large"]
 
 
 def test_the_speed_table_compiles_each_model_once():
