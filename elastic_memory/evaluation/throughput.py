@@ -165,11 +165,18 @@ def _train_turn(
     optimizer: torch.optim.Optimizer,
     steps: int,
 ) -> float:
-    """Seconds of some steps. What is captured is so before, and lets go of its memory for the turns of others."""
+    """Seconds of some steps.
+
+    A captured step holds its memory, which others need: it is captured anew for each turn. A GPU that waited for that
+    has to warm up again.
+    """
     run = partial(_train, model, step, ids, optimizer)
     if not isinstance(step, capture.Captured):
         return _timed(model, partial(run, steps))
     run(2)
+    warm = time.perf_counter() + _warm_seconds(model) / 3
+    while time.perf_counter() < warm:
+        _timed(model, partial(run, 1))
     taken = _timed(model, partial(run, steps))
     optimizer.zero_grad()
     step.release()

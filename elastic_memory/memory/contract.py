@@ -73,6 +73,7 @@ class Memory(nn.Module):
     parallel: ClassVar[bool] = True  # the state depends on keys and values only, so all blocks are read at once
     by_row: ClassVar[bool] = False  # works as well if its parameters have an axis of rows in front
     reads_start: bool = False  # block 0 reads the empty state
+    front_size: int = 0  # tokens of `front`, for which positions are then computed once
     no_sliding: str | None = None  # why `local_attention="sliding"` is undefined, where it is
 
     def __init__(self, geometry: Geometry, *, detach_every: int | None = None):

@@ -37,7 +37,7 @@ class MelodiMemory(Memory):
         super().__init__(geometry, detach_every=detach_every)
         if order < 1:
             raise ValueError(f"{order} memory tokens: give an order (memory_order) from 1 on")
-        self.order = order
+        self.order = self.front_size = order
         self.reads_start = one_of("first_block", first_block, ("omit", "zeros")) == "zeros"
         self.summary_std = geometry.initializer_range if summary_std is None else summary_std
         self.summary = nn.Parameter(torch.empty(order, geometry.width))

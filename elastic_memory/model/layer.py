@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from elastic_memory.attention import masked, rotate, trapezoidal, window_mask
-from elastic_memory.memory import Block, Host, Memory, Reading, State
+from elastic_memory.memory import Block, Host, Memory, NoMemory, Reading, State
 from elastic_memory.model.stream import LayerStream, Segment
 from elastic_memory.shapes import Bool, Float, Int, Tensor
 
@@ -153,9 +153,12 @@ class _Twice(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Heads) -> tuple[Heads, Heads]:
-        ctx.set_materialize_grads(False)
+    def forward(x: Heads) -> tuple[Heads, Heads]:
         return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, one: Heads | None, other: Heads | None) -> Heads | None:  # type: ignore[override]
@@ -201,8 +204,8 @@ class MemoryLayer(GradientCheckpointingLayer):
         size, memory = self.locality.span(length), self.memory
         if memory.parallel:
             return 0, size
-        front, tail = memory.front(memory.start(1, "meta")), memory.tail()
-        return 0 if front is None else front.shape[1], size + (0 if tail is None else len(tail)) + ALIGNED
+        tail = memory.tail()
+        return memory.front_size, size + (0 if tail is None else len(tail)) + ALIGNED
 
     def host(self, rope: Rope) -> Host:
         """This layer, as its memory sees it."""
@@ -219,9 +222,9 @@ class MemoryLayer(GradientCheckpointingLayer):
 
     def _all_blocks(self, hidden: Tensor, rope: Rope) -> Tensor:
         query, key, value = self.self_attn.project(self.input_layernorm(hidden))
-        if self.memory.reach == 0:
-            return self._attend_blocks(hidden, rope, (query, key, value), [])
-        (key, read_key), (value, read_value) = _Twice.apply(key), _Twice.apply(value)
+        read_key, read_value = key, value
+        if not isinstance(self.memory, NoMemory):
+            (key, read_key), (value, read_value) = _Twice.apply(key), _Twice.apply(value)
         readings = self.memory.read_all(read_key, read_value, self.host(rope))
         return self._attend_blocks(hidden, rope, (query, key, value), readings)
 
@@ -237,12 +240,11 @@ class MemoryLayer(GradientCheckpointingLayer):
         attention, length = self.self_attn, hidden.shape[1]
         size = self.locality.span(length)
         query, key, value = heads
-        raw = query
-        if len(readings) > 0 and not attention.memory.joins:
-            query, raw = _Twice.apply(query)
+        apart = len(readings) > 0 and not attention.memory.joins
+        query, raw = _Twice.apply(query) if apart else (query, None)
 
         # A last block that is short is filled up with zeros, which no earlier token can see.
-        query, raw, key, value = (_fold(x, size) for x in (query, raw, key, value))
+        query, key, value = (_fold(x, size) for x in (query, key, value))
         rotated, rotated_key = (rope.inside(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in (query, key))
         previous = None
         if self.locality.sliding:
@@ -264,8 +266,8 @@ class MemoryLayer(GradientCheckpointingLayer):
                 mask = torch.cat((mask.new_ones(size, front), mask), dim=1)
             local.append(attention.attend(turned, *columns, mask).unflatten(0, (-1, last - first)))
         mixed = _joined(local)
-        if len(readings) > 0 and not attention.memory.joins:
-            mixed = attention.remember_all(mixed, raw, rotated, readings)
+        if raw is not None:
+            mixed = attention.remember_all(mixed, _fold(raw, size), rotated, readings)
         # [batch, block, head, token, dim] -> [batch, head, token, dim]
         return self._finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
 

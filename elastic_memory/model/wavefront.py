@@ -7,6 +7,7 @@ Instead of one block's tokens at a time, a GPU gets as many as it needs to be bu
 
 import copy
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Wavefront:
         """What leaves the last layer."""
         memories, weights = [layer.memory for layer in layers], [dict(layer.named_parameters()) for layer in layers]
         remembered = [{name: own[name] for name in own if name.startswith(MEMORY)} for own in weights]
-        stacks = _Shared(_stacks(weights, hidden))
+        stacks, shared = _stacks(weights, hidden), _Shared()
         # Each as far as it has come; all of one layout, as each layout would be compiled.
         blocks = [_own(block) for block in hidden.split(layers[0].locality.block_size, dim=1)]
         states = [memory.start(len(hidden), hidden.device) for memory in memories]
@@ -63,7 +64,8 @@ class Wavefront:
             for group in _pieces(ready, TOKENS // blocks[0][..., 0].numel()):
                 turn, own = [step - index for index in group], slice(group[0], group[-1] + 1)
                 taken = [blocks[block] for block in turn]
-                output, written = self.run(self.template, stacks[own], remembered[own], taken, rope, states[own])
+                slices = shared.take(stacks, own)
+                output, written = self.run(self.template, slices, remembered[own], taken, rope, states[own])
                 # Split here: autograd then joins gradients; a compiled graph would hand out each as large as all.
                 outputs = output.split(len(hidden))
                 parts = zip(*(part.split(len(hidden)) for part in written), strict=True)
@@ -89,11 +91,26 @@ def _plain(layer: MemoryLayer) -> bool:
         return False
     if any(type(layer.get_submodule(name.removesuffix(".weight"))) is not nn.Linear for name in PROJECTIONS):
         return False
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    if not all(type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon") for norm in norms):
+    if not all(_scales(type(norm)) for norm in (layer.input_layernorm, layer.post_attention_layernorm)):
         return False
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return not any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in layer.modules())
+
+
+@lru_cache
+def _scales(kind: type[nn.Module]) -> bool:
+    """Whether a norm of this kind multiplies by its weight, neither more nor less."""
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            norm: Any = kind(4)
+            x = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
+            norm.weight.fill_(1)
+            once = norm(x)
+            norm.weight.fill_(3)
+            thrice = norm(x)
+    except Exception:  # made in another way: not one that is known here
+        return False
+    return torch.allclose(thrice, 3 * once)
 
 
 def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]:
@@ -106,54 +123,57 @@ def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]
         dtype = torch.get_autocast_dtype(device)
     stacks = {}
     for name, norm in PROJECTIONS.items():
-        stack = torch.stack([own[name] for own in weights])
-        if norm is not None:
-            stack = stack * torch.stack([own[norm] for own in weights])[:, None]
-        stacks[name] = stack.to(dtype)
+        each = [own[name] if norm is None else own[name] * own[norm] for own in weights]
+        stacks[name] = torch.stack(each).to(dtype)
     return stacks
 
 
 class _Shared:
-    """Stacks that groups take slices of. Their gradients are summed up here, and go on when all have come."""
+    """Sums of the gradients of stacks that groups take slices of. They go on when all have come."""
 
-    def __init__(self, stacks: dict[str, Float[Tensor, "layer out in"]]):
-        self.stacks, self.taken, self.come = stacks, 0, 0
-        self.sums: list[Tensor] = []
+    def __init__(self) -> None:
+        self.taken = 0
+        self.come: set[int] = set()
+        self.sums: dict[int, Tensor] = {}
 
-    def __getitem__(self, own: slice) -> dict[str, Float[Tensor, "group out in"]]:
+    def take(self, stacks: dict[str, Float[Tensor, "layer out in"]], own: slice) -> dict[str, Tensor]:
+        """Some layers of all stacks."""
         self.taken += 1
-        return dict(zip(self.stacks, _Slices.apply(self, own, *self.stacks.values()), strict=True))
+        return dict(zip(stacks, _Slices.apply(self, self.taken, own, *stacks.values()), strict=True))
 
-    def add(self, own: slice, gradients: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-        """The sums, if these were the last of them."""
-        if not self.sums:
-            precise = torch.promote_types(next(iter(self.stacks.values())).dtype, torch.float32)
-            self.sums = [torch.zeros_like(stack, dtype=precise) for stack in self.stacks.values()]
-        for total, gradient in zip(self.sums, gradients, strict=True):
+    def add(self, number: int, own: slice, shapes: list[torch.Size], gradients: Sequence[Any]) -> list[Tensor | None]:
+        """The sums, if these were the last of them. What goes on is as precise as stacks are, sums are more so."""
+        if number in self.come:  # again, after a pass that was not finished
+            self.come, self.sums = set(), {}
+        for index, gradient in enumerate(gradients):
             if gradient is not None:
-                total[own] += gradient
-        self.come += 1
-        if self.come < self.taken:
-            return [None] * len(self.sums)
-        totals, self.sums, self.come = self.sums, [], 0
-        return totals
+                if index not in self.sums:
+                    precise = torch.promote_types(gradient.dtype, torch.float32)
+                    self.sums[index] = gradient.new_zeros(shapes[index], dtype=precise)
+                self.sums[index][own] += gradient
+        self.come.add(number)
+        if len(self.come) < self.taken:
+            return [None] * len(shapes)
+        sums, self.come, self.sums = self.sums, set(), {}
+        return [sums.get(index) for index in range(len(shapes))]
 
 
 class _Slices(torch.autograd.Function):
     """Some layers of all stacks. Autograd itself would add up gradients as large as the stacks, zeros elsewhere."""
 
     @staticmethod
-    def forward(ctx: Any, shared: _Shared, own: slice, *stacks: Tensor) -> tuple[Tensor, ...]:
-        ctx.shared, ctx.own = shared, own
+    def forward(ctx: Any, shared: _Shared, number: int, own: slice, *stacks: Tensor) -> tuple[Tensor, ...]:
+        ctx.shared, ctx.number, ctx.own = shared, number, own
+        ctx.shapes = [stack.shape for stack in stacks]
         ctx.set_materialize_grads(False)
         slices = tuple(stack.detach()[own] for stack in stacks)
-        trained = ctx.needs_input_grad[2:]
+        trained = ctx.needs_input_grad[3:]
         ctx.mark_non_differentiable(*(part for part, needed in zip(slices, trained, strict=True) if not needed))
         return slices
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, *ctx.shared.add(ctx.own, gradients)
+        return None, None, None, *ctx.shared.add(ctx.number, ctx.own, ctx.shapes, gradients)
 
 
 class _Template(nn.Module):
@@ -210,7 +230,7 @@ def _together(
     """A block in each of some layers, as rows of one batch: outputs, and states after it."""
     rows = len(blocks[0])
     given = {name: _by_row([own[name] for own in remembered], rows) for name in remembered[0]}
-    one = torch.ones((), dtype=next(iter(given.values())).dtype, device=blocks[0].device)
+    one = blocks[0].new_ones(())
     given |= stacks | {BEFORE: one, BETWEEN: one}
     given = {f"layer.{name}": weight for name, weight in given.items()}
     state = tuple(torch.cat(parts) for parts in zip(*states, strict=True))

@@ -34,6 +34,7 @@ class Captured:
     graph: Any
     loss: Any
     inputs: dict[str, Tensor]
+    parameters: list[torch.nn.Parameter]  # those that the step reaches
     gradients: list[Tensor]
 
     def __init__(self, step: Callable[..., Float[Tensor, ""]], parameters: Iterable[torch.nn.Parameter]):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic_memory as em
-from elastic_memory.memory import MEMORIES
+from elastic_memory.memory import MEMORIES, Memory
 from tests.memory.cases import BLOCK, CASES, DEFAULTS, REMEMBERING, SMALL, fresh, logits, memory_of, small, tokens
 
 CLOSE = dict(atol=2e-5, rtol=0)  # logits are of the size of 1, and so is what memory does to them
@@ -298,3 +298,51 @@ def test_a_memory_of_no_size_is_refused(name):
 def test_detach_every_must_be_a_number_of_blocks(name):
     with pytest.raises(ValueError, match="detach_every=0"):
         fresh(name, memory_options={"detach_every": 0})
+
+
+class Prefix(Memory):
+    """Somebody's own: learned columns before every block, whatever came before."""
+
+    joins = True
+    reads_start = True
+    reach = 0
+
+    def __init__(self, geometry):
+        super().__init__(geometry)
+        shape = (1, geometry.kv_heads, 3, geometry.head_dim)
+        self.key, self.value = (torch.nn.Parameter(torch.randn(shape)) for _ in range(2))
+
+    def start(self, batch, device=None):
+        return (torch.zeros(batch, device=device),)
+
+    def read(self, state, seen, host):
+        return tuple(part.expand(len(state[0]), -1, -1, -1) for part in (self.key, self.value))
+
+    def write(self, state, block, seen):
+        return state
+
+
+def test_a_memory_of_ones_own_without_a_past():
+    model = fresh("none")
+    attention = model.model.layers[1].self_attn
+    torch.manual_seed(0)
+    attention.memory = Prefix(attention.memory.geometry)
+    ids = tokens()
+    torch.testing.assert_close(in_pieces(model, ids, [13, 20, 12]), logits(model, ids), **CLOSE)
+    model(ids, labels=ids).loss.backward()
+    assert attention.memory.value.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("case", ["infini", "memorizing"])
+def test_gradients_of_functions(case):
+    """As torch.func has them, of a model without buffers to fill."""
+    model, ids = fresh(case).double(), tokens()
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (ids,), {"labels": ids}).loss
+
+    ours = torch.func.grad(loss)({name: p.detach() for name, p in parameters.items()})
+    loss(parameters).backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(ours[name], parameter.grad, atol=1e-10, rtol=1e-7)

@@ -5,6 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from elastic_memory.memory import MEMORIES
 from elastic_memory.model import wavefront
@@ -75,6 +76,27 @@ def test_heads_padded_and_under_autocast(monkeypatch):
         assert ours <= 1.5 * theirs + 0.01 * size, name
 
 
+def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch):
+    model, _ = wave_model("melodi", monkeypatch, num_hidden_layers=3)
+    model.double()
+    loss = model(ids := torch.ones(1, 40, dtype=torch.long), labels=ids).loss
+    add, calls = wavefront._Shared.add, []
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise MemoryError
+        return add(*args)
+
+    weight = model.model.layers[1].mlp.up_proj.weight
+    once = torch.autograd.grad(loss, weight, retain_graph=True)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(wavefront._Shared, "add", fails)
+        with pytest.raises(MemoryError):
+            torch.autograd.grad(loss, weight, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], once, atol=1e-12, rtol=1e-10)
+
+
 def test_one_graph_may_be_gone_through_again(monkeypatch):
     """Gradients of shared weights are held back until all groups have given theirs; then it begins anew."""
     model, _ = wave_model("melodi", monkeypatch, num_hidden_layers=3)
@@ -101,6 +123,15 @@ def _backward_hook(model):
     model.model.layers[1].mlp.register_full_backward_hook(lambda *_: None)
 
 
+class PlusRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def _another_norm(model):
+    model.model.layers[1].input_layernorm.__class__ = PlusRMSNorm
+
+
 def _probe(model):
     model.model.layers[2].self_attn.corrupt = lambda key, value: (key, value)
 
@@ -119,7 +150,7 @@ def _another_forward(model):
     mlp.forward = lambda x: type(mlp).forward(mlp, x)
 
 
-CHANGES = [_hook, _backward_hook, _probe, _wrapped, _of_another_class, _another_forward]
+CHANGES = [_hook, _backward_hook, _another_norm, _probe, _wrapped, _of_another_class, _another_forward]
 
 
 @pytest.mark.parametrize("change", [*CHANGES, lambda model: model.gradient_checkpointing_enable()])
