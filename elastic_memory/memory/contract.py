@@ -72,6 +72,7 @@ class Memory(nn.Module):
     joins: bool = False  # the reading is (key, value): further columns in the block's own softmax
     parallel: ClassVar[bool] = True  # the state depends on keys and values only, so all blocks are read at once
     by_row: ClassVar[bool] = False  # works as well if its parameters have an axis of rows in front
+    reads: ClassVar[bool] = True  # something, at some time
     reads_start: bool = False  # block 0 reads the empty state
     front_size: int = 0  # tokens of `front`, for which positions are then computed once
     no_sliding: str | None = None  # why `local_attention="sliding"` is undefined, where it is

@@ -14,6 +14,7 @@ class NoMemory(Memory):
     source = "Llama 3 (arXiv 2407.21783)"
     phrase = "Transformer++: no memory, the baseline and the layers in between"
     reach = 0
+    reads = False
 
     @classmethod
     def layers(cls, count: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from elastic_memory.attention import masked, rotate, trapezoidal, window_mask
-from elastic_memory.memory import Block, Host, Memory, NoMemory, Reading, State
+from elastic_memory.memory import Block, Host, Memory, Reading, State
 from elastic_memory.model.stream import LayerStream, Segment
 from elastic_memory.shapes import Bool, Float, Int, Tensor
 
@@ -223,7 +223,7 @@ class MemoryLayer(GradientCheckpointingLayer):
     def _all_blocks(self, hidden: Tensor, rope: Rope) -> Tensor:
         query, key, value = self.self_attn.project(self.input_layernorm(hidden))
         read_key, read_value = key, value
-        if not isinstance(self.memory, NoMemory):
+        if self.memory.reads:
             (key, read_key), (value, read_value) = _Twice.apply(key), _Twice.apply(value)
         readings = self.memory.read_all(read_key, read_value, self.host(rope))
         return self._attend_blocks(hidden, rope, (query, key, value), readings)
