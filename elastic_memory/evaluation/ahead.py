@@ -42,8 +42,9 @@ def _failure(config: MemoryLlamaConfig, rows: int, length: int) -> str | None:
 
 def _compile(values: dict, rows: int, length: int) -> None:
     # The order of a memory is among the values; its layers are the mechanism's own choice, with and without if it can.
-    together = 1 if MEMORIES[values["memory"]].parallel else wavefront.TOKENS // (rows * values["block_size"])
-    layers = min(values["num_hidden_layers"], max(2, together))
+    count, tokens = values["num_hidden_layers"], rows * values["block_size"]
+    together = 1 if MEMORIES[values["memory"]].parallel else wavefront.together(count, tokens)
+    layers = min(count, max(2, together))
     config = MemoryLlamaConfig.from_dict(values | {"num_hidden_layers": layers, "memory_layers": None})
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = MemoryLlamaForCausalLM(config)

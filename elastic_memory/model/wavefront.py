@@ -2,11 +2,12 @@
 
 A block waits for itself in the layer before, and for the block before it in the same layer. So the blocks on a diagonal
 of layers and blocks wait for nobody, and go together: as rows of one batch, each with the weights of its own layer.
-Instead of one block's tokens at a time, a GPU gets as many as it needs to be busy.
+Instead of one block's tokens at a time, a GPU gets as many as it needs to be busy. Layers that have done all blocks
+leave their places to the next ones, so that nearly all groups are equally large.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -34,7 +35,7 @@ class Wavefront:
 
     def __init__(self, layer: MemoryLayer, **options: Any):
         self.shapes, self.template = _shapes(layer), _Template(layer)
-        self.run = compiled(_together, **options)
+        self.run, self.add, self.join = (compiled(function, **options) for function in (_together, _add, _join))
 
     def fits(self, layers: Sequence[MemoryLayer], hidden: Float[Tensor, "batch token width"]) -> bool:
         """Whether there is something to gain, and layers are still such as this was made for."""
@@ -48,30 +49,41 @@ class Wavefront:
         self, layers: Sequence[MemoryLayer], hidden: Float[Tensor, "batch token width"], rope: Rope
     ) -> Float[Tensor, "batch token width"]:
         """What leaves the last layer."""
-        memories, weights = [layer.memory for layer in layers], [dict(layer.named_parameters()) for layer in layers]
-        remembered = [{name: own[name] for name in own if name.startswith(MEMORY)} for own in weights]
-        stacks, shared = _stacks(weights, hidden), _Shared()
+        rows, memories = len(hidden), [layer.memory for layer in layers]
+        stacks, shared = _stacks([dict(layer.named_parameters()) for layer in layers], hidden), _Shared(self.add)
         # Each as far as it has come; all of one layout, as each layout would be compiled.
-        blocks = [_own(block) for block in hidden.split(layers[0].locality.block_size, dim=1)]
-        states = [memory.start(len(hidden), hidden.device) for memory in memories]
+        blocks = [*_own(hidden.unflatten(1, (-1, layers[0].locality.block_size)).transpose(0, 1)).unbind()]
+        states = [memory.start(rows, hidden.device) for memory in memories]
         first = 0 if memories[0].reads_start else 1
         if first:  # block 0 reads nothing, so it waits for nobody and is of another shape
             for index, layer in enumerate(layers):
                 output, state = layer.one_block(blocks[0], rope, states[index], 0, False, True)
                 blocks[0], states[index] = _own(output), memories[index].cut(state, 1)
-        for step in range(first, len(blocks) + len(layers) - 1):
-            ready = [index for index in range(len(layers)) if first <= step - index < len(blocks)]
-            for group in _pieces(ready, TOKENS // blocks[0][..., 0].numel()):
-                turn, own = [step - index for index in group], slice(group[0], group[-1] + 1)
+        many = together(len(layers), blocks[0][..., 0].numel())
+        for turns in _schedule(len(layers), range(first, len(blocks)), many):
+            for group in _pieces(list(turns), many):
+                own, turn = slice(group[0], group[-1] + 1), [turns[index] for index in group]
                 taken = [blocks[block] for block in turn]
-                slices = shared.take(stacks, own)
-                output, written = self.run(self.template, slices, remembered[own], taken, rope, states[own])
-                # Split here: autograd then joins gradients; a compiled graph would hand out each as large as all.
-                outputs = output.split(len(hidden))
-                parts = zip(*(part.split(len(hidden)) for part in written), strict=True)
-                for index, block, own_output, state in zip(group, turn, outputs, parts, strict=True):
+                output, written = self.run(self.template, shared.take(stacks, own), taken, rope, states[own])
+                # Apart again here: a compiled graph would hand out each gradient as large as all.
+                outputs, *parts = (_Apart.apply(self.join, rows, part) for part in (output, *written))
+                for index, block, own_output, state in zip(group, turn, outputs, zip(*parts, strict=True), strict=True):
                     blocks[block], states[index] = own_output, memories[index].cut(state, block + 1)
         return torch.cat(blocks, dim=1)
+
+
+def together(layers: int, tokens: int) -> int:
+    """How many of some layers go together, blocks of all rows having so many tokens: all groups about as large."""
+    groups = -(-layers // max(TOKENS // tokens, 1))
+    return -(-layers // groups)
+
+
+def _schedule(layers: int, blocks: range, many: int) -> Iterator[dict[int, int]]:
+    """The blocks that neighbouring layers, `many` of them, take at the same time: each waits for those before it."""
+    period = max(len(blocks), many)  # after which the next layers begin
+    starts = [index // many * period + index % many for index in range(layers)]
+    for step in range(starts[-1] + len(blocks)):
+        yield {index: blocks[step - start] for index, start in enumerate(starts) if 0 <= step - start < len(blocks)}
 
 
 def suit(layers: Sequence[MemoryLayer]) -> bool:
@@ -114,29 +126,30 @@ def _scales(kind: type[nn.Module]) -> bool:
 
 
 def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]:
-    """The projections of all layers, once for all groups; as precise as products will be.
+    """Weights of all layers, once for all groups; projections as precise as products will be.
 
     What a norm multiplies by, a projection may as well: products of weights instead of tokens, of which there are more.
     """
     device, dtype = like.device.type, weights[0][BEFORE].dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
-    stacks = {}
+    stacks = {name: torch.stack([own[name] for own in weights]) for name in weights[0]}
+    norms = {name: stacks.pop(name)[:, None] for name in (BEFORE, BETWEEN)}
     for name, norm in PROJECTIONS.items():
-        each = [own[name] if norm is None else own[name] * own[norm] for own in weights]
-        stacks[name] = torch.stack(each).to(dtype)
+        stacks[name] = (stacks[name] if norm is None else stacks[name] * norms[norm]).to(dtype)
     return stacks
 
 
 class _Shared:
     """Sums of the gradients of stacks that groups take slices of. They go on when all have come."""
 
-    def __init__(self) -> None:
+    def __init__(self, accumulate: Callable[[list[Tensor], list[Tensor]], None]) -> None:
+        self.accumulate = accumulate
         self.taken = 0
         self.come: set[int] = set()
         self.sums: dict[int, Tensor] = {}
 
-    def take(self, stacks: dict[str, Float[Tensor, "layer out in"]], own: slice) -> dict[str, Tensor]:
+    def take(self, stacks: dict[str, Float[Tensor, "layer ..."]], own: slice) -> dict[str, Tensor]:
         """Some layers of all stacks."""
         self.taken += 1
         return dict(zip(stacks, _Slices.apply(self, self.taken, own, *stacks.values()), strict=True))
@@ -145,12 +158,13 @@ class _Shared:
         """The sums, if these were the last of them. What goes on is as precise as stacks are, sums are more so."""
         if number in self.come:  # again, after a pass that was not finished
             self.come, self.sums = set(), {}
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                if index not in self.sums:
-                    precise = torch.promote_types(gradient.dtype, torch.float32)
-                    self.sums[index] = gradient.new_zeros(shapes[index], dtype=precise)
-                self.sums[index][own] += gradient
+        given = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+        for index, gradient in given.items():
+            if index not in self.sums:
+                precise = torch.promote_types(gradient.dtype, torch.float32)
+                self.sums[index] = gradient.new_zeros(shapes[index], dtype=precise)
+        if given:
+            self.accumulate([self.sums[index][own] for index in given], list(given.values()))
         self.come.add(number)
         if len(self.come) < self.taken:
             return [None] * len(shapes)
@@ -174,6 +188,28 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         return None, None, None, *ctx.shared.add(ctx.number, ctx.own, ctx.shapes, gradients)
+
+
+def _add(sums: list[Tensor], gradients: list[Tensor]) -> None:
+    for own, gradient in zip(sums, gradients, strict=True):
+        own += gradient
+
+
+class _Apart(torch.autograd.Function):
+    """Rows of each layer for themselves. Gradients that come as parts of larger ones are joined by one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, join: Callable[[list[Tensor]], Tensor], rows: int, x: Tensor) -> tuple[Tensor, ...]:
+        ctx.join = join
+        return x.split(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        return None, None, gradients[0] if len(gradients) == 1 else ctx.join(list(gradients))
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts)
 
 
 class _Template(nn.Module):
@@ -222,26 +258,20 @@ class _Product(torch.autograd.Function):
 def _together(
     template: _Template,
     stacks: dict[str, Tensor],
-    remembered: list[dict[str, Tensor]],
     blocks: list[Tensor],
     rope: Rope,
     states: list[State],
 ) -> tuple[Tensor, State]:
     """A block in each of some layers, as rows of one batch: outputs, and states after it."""
-    rows = len(blocks[0])
-    given = {name: _by_row([own[name] for own in remembered], rows) for name in remembered[0]}
-    one = blocks[0].new_ones(())
-    given |= stacks | {BEFORE: one, BETWEEN: one}
+    rows, one = len(blocks[0]), blocks[0].new_ones(())
+    # Weights of a memory for each row: whatever uses them then need not know of layers.
+    by_row = {name: own.repeat_interleave(rows, dim=0) for name, own in stacks.items() if name.startswith(MEMORY)}
+    given = stacks | by_row | {BEFORE: one, BETWEEN: one}
     given = {f"layer.{name}": weight for name, weight in given.items()}
     state = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
     # A last block writes too, to no purpose: it is then the same function as all others.
     output, state = functional_call(template, given, (torch.cat(blocks), rope, state, 0, True, True))
     return _own(output), state
-
-
-def _by_row(own: list[Tensor], rows: int) -> Tensor:
-    """A memory's weight for each row: whatever uses it then need not know of layers."""
-    return torch.stack(own).repeat_interleave(rows, dim=0)
 
 
 def _own(x: Tensor) -> Tensor:
@@ -250,9 +280,9 @@ def _own(x: Tensor) -> Tensor:
 
 
 def _pieces(items: list[int], most: int) -> Iterator[list[int]]:
-    """Neighbours, 1, 2, 4, ... of them, so that few numbers have to be compiled."""
+    """Neighbours: `most` of them, or 1, 2, 4, ..., so that few numbers have to be compiled."""
     while items:
-        count = 1 << (min(len(items), max(most, 1)).bit_length() - 1)
+        count = most if len(items) >= most else 1 << (len(items).bit_length() - 1)
         yield items[:count]
         items = items[count:]
 

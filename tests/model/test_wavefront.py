@@ -26,6 +26,7 @@ def wave_model(memory, monkeypatch, tokens=32768, **overrides):
     monkeypatch.setattr(wavefront, "TOKENS", tokens)
     groups, wave = [], Wavefront(model.model.layers[0])
     wave.run = lambda *args: (groups.append(len(args[2])), wavefront._together(*args))[1]
+    wave.add, wave.join = wavefront._add, wavefront._join
     model.model.wavefront = wave
     return model, groups
 
@@ -53,7 +54,7 @@ def test_a_wave_is_layer_after_layer(memory, layers, blocks, rows, tokens, optio
         torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-10, rtol=0)
     first = 0 if options.get("first_block") == "zeros" else 1
     assert sum(groups) == 2 * layers * (blocks - first)  # each block of each layer once, trained and evaluated
-    assert max(groups) == min(2 if tokens == 32 else 4, 1 << (layers.bit_length() - 1))
+    assert max(groups) == min(2 if tokens == 32 else layers, blocks - first)
 
 
 def test_heads_padded_and_under_autocast(monkeypatch):
@@ -235,9 +236,33 @@ def test_layers_that_do_not_wait_or_are_not_alike(memory, settings):
     assert model.model.wavefront is None
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 4, 8, 100])
-def test_pieces_are_all_of_them_in_order(most):
+@pytest.mark.parametrize("many", [1, 2, 3, 4, 6, 12])
+def test_pieces_are_all_of_them_in_order(many):
     for count in range(14):
-        pieces = list(wavefront._pieces(list(range(count)), most))
+        pieces = list(wavefront._pieces(list(range(count)), many))
         assert [*chain(*pieces)] == list(range(count))
-        assert all(len(piece) in (1, 2, 4, 8) and len(piece) <= max(most, 1) for piece in pieces)
+        assert all(len(piece) in (1, 2, 4, 8, many) and len(piece) <= many for piece in pieces)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 12, 13])
+@pytest.mark.parametrize("blocks", [range(1, 3), range(5), range(1, 16)])
+@pytest.mark.parametrize("many", [1, 2, 4, 6, 12])
+def test_a_schedule_takes_every_block_through_every_layer_when_it_may(layers, blocks, many):
+    done, sizes = set(), []
+    for turns in wavefront._schedule(layers, blocks, many):
+        sizes.append(len(turns))
+        assert list(turns) == [*range(min(turns), max(turns) + 1)]  # neighbours, as they take slices of the weights
+        for layer, block in turns.items():
+            assert layer == 0 or (layer - 1, block) in done
+            assert block == blocks[0] or (layer, block - 1) in done
+        assert not done & set(turns.items())
+        done |= set(turns.items())
+    assert len(done) == layers * len(blocks) and max(sizes) <= many
+    if layers % many == 0 and len(blocks) >= many:  # full but for its beginning and end
+        assert sizes == [*range(1, many), *[many] * (layers // many * len(blocks) + 1 - many), *range(many - 1, 0, -1)]
+
+
+def test_groups_are_about_as_large(monkeypatch):
+    monkeypatch.setattr(wavefront, "TOKENS", 48)
+    assert [wavefront.together(layers, 8) for layers in (2, 6, 7, 12, 16, 18)] == [2, 6, 4, 6, 6, 6]
+    assert wavefront.together(12, 1000) == 1
