@@ -2,12 +2,13 @@
 
 Plain code passes over queries, keys, values and what is read a dozen times in float32. Here tokens are as narrow as
 activations: products are torch's, and what stands between two of them is one kernel that reads and writes each number
-once; weights and norms exist only inside. With the products inside too there would be fewer passes, but matrices of a
-head leave a kernel so few registers that it waits for memory instead of keeping it busy. Where a block is summed up
-it pays, as little is written. Operations of their own, so that compiled graphs can hold them.
+once; what is divided by and normalised exists only inside. With the products inside too there would be fewer passes,
+but matrices of a head leave a kernel so few registers that it waits for memory instead of keeping it busy. Where a
+block is summed up it pays, as little is written. Operations of their own, so that compiled graphs can hold them.
 
-A program takes some tokens of one block in one head, or all where it sums them up. Tensors that come and go may be
-strided, except along the last axis; those in between are contiguous, a block of a head after the other.
+Weights sigma(x) z are products as well: z is one more column of the matrix that sigma(x) is multiplied by. A program
+takes some tokens of one block in one head, or all where it sums them up. Tensors of others may be strided, except along
+the last axis; those made here are contiguous, a block of a head after the other.
 """
 
 # Constants of the compiled program are in capitals, as Triton has it.
@@ -24,37 +25,48 @@ from elastic_memory.shapes import Float, Tensor
 
 EPSILON = tl.constexpr(1e-6)  # of normalisers
 NORM_EPSILON = tl.constexpr(1e-5)
+SPARE = tl.constexpr(8)  # columns for z, of which it needs one; rows of products then begin where 16 bytes do
 TILE = 64  # tokens of a program
 
 
+def features(
+    x: Float[Tensor, "batch first second token dim"], real: int
+) -> tuple[Float[Tensor, "batch first second token dim"], Float[Tensor, "batch first second dim"]]:
+    """sigma(x), zero beyond the `real` features of a head, and its sums over tokens."""
+    return _features(x, real)
+
+
 def recall(
-    query: Float[Tensor, "batch block head token dim"],
+    feature: Float[Tensor, "batch block head token dim"],
     local: Float[Tensor, "batch block head token dim"],
     matrix: Float[Tensor, "batch read kv_head dim dim"],
     normaliser: Float[Tensor, "batch read kv_head dim"],
     gate: Float[Tensor, " head"],
-    features: int,
+    real: int,
     norm: bool,
 ) -> Float[Tensor, "batch block head token dim"]:
     """local + g (sigma(q) M / sigma(q) z - local), what is read normalised if `norm`; first blocks without M: local."""
-    return _recall(query, local, matrix, normaliser, gate, features, norm)
+    return _recall(feature, local, _with_column(matrix, normaliser), gate, real, norm)
 
 
 def fold(
-    key: Float[Tensor, "batch head block token dim"],
+    feature: Float[Tensor, "batch head block token dim"],
     value: Float[Tensor, "batch head block token dim"],
     normaliser: Float[Tensor, "batch head folded dim"],
-    features: int,
 ) -> tuple[Float[Tensor, "batch head folded dim dim"], Float[Tensor, "batch head folded dim dim"]]:
     """U = sigma(K)^T V and G = sigma(K)^T diag(1 / sigma(K) z) sigma(K) of each block that has a z, from before it.
 
     Others are left out here, as cutting them off would cost a copy of their gradients.
     """
-    return _fold(key, value, normaliser, features)
+    return _fold(feature, value, normaliser)
 
 
-def _sizes(dim: int, features: int) -> dict[str, int]:
-    return {"DIM": dim, "REAL": features, "WIDTH": max(16, triton.next_power_of_2(dim)), "TILE": TILE, "num_warps": 8}
+def _with_column(matrix: Tensor, normaliser: Tensor) -> Tensor:
+    return torch.cat((matrix, F.pad(normaliser[..., None], (0, SPARE.value - 1))), dim=-1)
+
+
+def _sizes(dim: int) -> dict[str, int]:
+    return {"DIM": dim, "WIDTH": max(16, triton.next_power_of_2(dim)), "TILE": TILE, "num_warps": 8}
 
 
 def _laid_out(x: Tensor) -> Tensor:
@@ -67,17 +79,6 @@ def _strided(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _contiguous(x: Tensor, features: int | None = None) -> Tensor:
-    """sigma(x), or x itself, with its axes in order."""
-    x, (batch, first, second, tokens, dim) = _strided(x), x.shape
-    result, sizes = x.new_empty(x.shape), _sizes(dim, features or dim)
-    with torch.cuda.device_of(x):
-        _copy[(batch * first * second, triton.cdiv(tokens, TILE))](
-            x, result, *x.stride()[:4], first, second, tokens, SIGMA=features is not None, **sizes
-        )
-    return result
-
-
 def _times(left: Tensor, right: Tensor, wide: bool = False) -> Tensor:
     """Products of matrices, one for each block of a head; in float32 if `wide`."""
     left, right, shape = left.flatten(0, 2), right.flatten(0, 2), left.shape[:3]
@@ -86,126 +87,127 @@ def _times(left: Tensor, right: Tensor, wide: bool = False) -> Tensor:
     return product.unflatten(0, shape)
 
 
-def _read(query: Tensor, matrix: Tensor, features: int) -> tuple[Tensor, Tensor, Tensor]:
-    """sigma(q) of the blocks that read, a matrix for each of their heads, and the products of both."""
-    feature = _contiguous(query[:, query.shape[1] - matrix.shape[1] :], features)
-    known = matrix.to(query.dtype).repeat_interleave(query.shape[2] // matrix.shape[2], dim=2)
-    return feature, known, _times(feature, known)
+def _known(feature: Tensor, state: Tensor) -> Tensor:
+    """[M, z] for each head of each block, as narrow as features; zeros where nothing is read."""
+    missing = (0, 0, 0, 0, 0, 0, feature.shape[1] - state.shape[1], 0)
+    return F.pad(state.to(feature.dtype).repeat_interleave(feature.shape[2] // state.shape[2], dim=2), missing)
+
+
+@torch.library.custom_op("elastic_memory::infini_features", mutates_args=())
+def _features(x: Tensor, real: int) -> tuple[Tensor, Tensor]:
+    x, (batch, first, second, tokens, dim) = _strided(x), x.shape
+    tiles = triton.cdiv(tokens, TILE)
+    result, sums = x.new_empty(x.shape), x.new_empty(batch, first, second, tiles, dim, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        _features_kernel[(batch * first * second, tiles)](
+            x, result, sums, *x.stride()[:4], first, second, tokens, REAL=real, **_sizes(dim)
+        )
+    return result, sums.sum(3)
 
 
 @torch.library.custom_op("elastic_memory::infini_recall", mutates_args=())
-def _recall(
-    query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, features: int, norm: bool
-) -> Tensor:
-    local, normaliser = _strided(local), normaliser.contiguous()
-    batch, blocks, heads, tokens, dim = query.shape
-    feature, _, product = _read(query, matrix, features)
-    mixed = _laid_out(local)
-    with torch.cuda.device_of(query):
+def _recall(feature: Tensor, local: Tensor, state: Tensor, gate: Tensor, real: int, norm: bool) -> Tensor:
+    local, mixed = _strided(local), _laid_out(local)
+    batch, blocks, heads, tokens, dim = local.shape
+    product = _times(feature, _known(feature, state))
+    with torch.cuda.device_of(local):
         _combine[(batch * blocks * heads, triton.cdiv(tokens, TILE))](
-            local, feature, product, normaliser, gate, mixed, *local.stride()[:4], *mixed.stride()[:4], blocks, heads,
-            matrix.shape[2], blocks - matrix.shape[1], tokens, NORM=norm, **_sizes(dim, features),
+            local, product, gate, mixed, *local.stride()[:4], *mixed.stride()[:4], blocks, heads,
+            blocks - state.shape[1], tokens, NORM=norm, REAL=real, **_sizes(dim),
         )  # fmt: skip
     return mixed
 
 
 @torch.library.custom_op("elastic_memory::infini_recall_backward", mutates_args=())
 def _recall_backward(
-    gradient: Tensor, query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, features: int,
-    norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients; of matrix and normaliser for each head that reads, of normaliser and gate for each program."""
-    gradient, local, normaliser = _strided(gradient), _strided(local), normaliser.contiguous()
-    batch, blocks, heads, tokens, dim = query.shape
-    reads, kv_heads, tiles = *matrix.shape[1:3], triton.cdiv(tokens, TILE)
-    feature, known, product = _read(query, matrix, features)
-    of_query, of_local, of_product = _laid_out(query), _laid_out(local), torch.empty_like(product)
-    of_weight = normaliser.new_empty(batch, reads, heads, tokens)
-    of_normaliser = normaliser.new_empty(batch, reads, heads, tiles, dim)
-    of_gate = normaliser.new_empty(batch, blocks, heads, tiles)
-    grid, sizes = (batch * blocks * heads, tiles), _sizes(dim, features)
-    with torch.cuda.device_of(query):
-        _slopes[grid](
-            gradient, local, feature, product, normaliser, gate, of_local, of_product, of_weight, of_gate,
-            *gradient.stride()[:4], *local.stride()[:4], *of_local.stride()[:4], blocks, heads, kv_heads,
-            blocks - reads, tokens, NORM=norm, **sizes,
+    gradient: Tensor, feature: Tensor, local: Tensor, state: Tensor, gate: Tensor, real: int, norm: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients; of matrix and normaliser for each block and head, of the gate for each program."""
+    gradient, local, of_local = _strided(gradient), _strided(local), _laid_out(local)
+    batch, blocks, heads, tokens, dim = local.shape
+    known, tiles = _known(feature, state), triton.cdiv(tokens, TILE)
+    product, of_gate = _times(feature, known), state.new_empty(batch, blocks, heads, tiles)
+    of_product = torch.empty_like(product)
+    with torch.cuda.device_of(local):
+        _slopes[(batch * blocks * heads, tiles)](
+            gradient, local, product, gate, of_local, of_product, of_gate, *gradient.stride()[:4], *local.stride()[:4],
+            *of_local.stride()[:4], blocks, heads, blocks - state.shape[1], tokens, NORM=norm, REAL=real, **_sizes(dim),
         )  # fmt: skip
-        of_matrix, of_feature = _times(feature.mT, of_product, wide=True), _times(of_product, known.mT)
-        _query_slopes[grid](
-            of_feature, feature, of_weight, normaliser, of_query, of_normaliser, *of_query.stride()[:4], blocks, heads,
-            kv_heads, blocks - reads, tokens, **sizes,
-        )  # fmt: skip
-    return of_query, of_local, of_matrix, of_normaliser, of_gate
+    return _times(of_product, known.mT), of_local, _times(feature.mT, of_product, wide=True), of_gate
 
 
 @torch.library.custom_op("elastic_memory::infini_fold", mutates_args=())
-def _fold(key: Tensor, value: Tensor, normaliser: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    key, value, normaliser = _strided(key), _strided(value), normaliser.contiguous()
+def _fold(feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
+    value, normaliser = _strided(value), normaliser.contiguous()
     batch, heads, folded, dim = normaliser.shape
     added, known = (normaliser.new_empty(batch, heads, folded, dim, dim) for _ in range(2))
     # As many warps as on Hopper keep both sums in registers.
-    with torch.cuda.device_of(key):
+    with torch.cuda.device_of(value):
         _fold_kernel[(batch * heads * folded,)](
-            key, value, normaliser, added, known, *key.stride()[:4], *value.stride()[:4], heads, folded, key.shape[3],
-            **_sizes(dim, features) | {"num_warps": 16, "num_stages": 3},
+            feature, value, normaliser, added, known, *value.stride()[:4], heads, feature.shape[2], folded,
+            feature.shape[3], **_sizes(dim) | {"num_warps": 16, "num_stages": 3},
         )  # fmt: skip
     return added, known
 
 
 @torch.library.custom_op("elastic_memory::infini_fold_backward", mutates_args=())
 def _fold_backward(
-    of_added: Tensor, of_known: Tensor, key: Tensor, value: Tensor, normaliser: Tensor, features: int
+    of_added: Tensor, of_known: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; of normaliser for each program. G is symmetric in what it is made of: its gradient comes twice."""
     normaliser = normaliser.contiguous()
-    batch, heads, blocks, tokens, dim = key.shape
+    batch, heads, blocks, tokens, dim = feature.shape
     folded, tiles = normaliser.shape[2], triton.cdiv(tokens, TILE)
     missing = (0, 0, 0, 0, 0, blocks - folded)
-    of_added, twice = (F.pad(x.to(key.dtype), missing) for x in (of_added, of_known + of_known.mT))
-    feature, own = _contiguous(key, features), _contiguous(value)
-    both = _times(feature, torch.cat((of_added, twice), dim=-1))
-    of_feature = _times(own, of_added.mT)
-    of_key = _laid_out(key.transpose(1, 2)).transpose(1, 2)
+    twice = _with_column(of_known + of_known.mT, normaliser)
+    of_added, twice = (F.pad(x.to(feature.dtype), missing) for x in (of_added, twice))
+    product = _times(feature, torch.cat((of_added, twice), dim=-1))
+    # Head after head, as those of a token stand side by side: values are not copied.
+    through_added = feature.new_empty(heads, batch, blocks, tokens, dim)
+    for head, own in enumerate(through_added):
+        torch.bmm(value[:, head].flatten(0, 1), of_added[:, head].flatten(0, 1).mT, out=own.flatten(0, 1))
+    of_feature = torch.empty_like(feature)
     of_normaliser = normaliser.new_empty(batch, heads, folded, tiles, dim)
-    with torch.cuda.device_of(key):
+    with torch.cuda.device_of(feature):
         _key_slopes[(batch * heads * blocks, tiles)](
-            both, of_feature, feature, normaliser, of_key, of_normaliser, *of_key.stride()[:4], heads, blocks, folded,
-            tokens, **_sizes(dim, features),
+            product, through_added, feature, normaliser, of_feature, of_normaliser, batch, heads, blocks, folded,
+            tokens, **_sizes(dim),
         )  # fmt: skip
-    return of_key, both[..., :dim], of_normaliser
+    return of_feature, product[..., :dim], of_normaliser
+
+
+@_features.register_fake
+def _(x: Tensor, real: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(*x.shape[:3], x.shape[4], dtype=torch.float32)
 
 
 @_recall.register_fake
-def _(query: Tensor, local: Tensor, *_: Any) -> Tensor:
+def _(feature: Tensor, local: Tensor, *_: Any) -> Tensor:
     return _laid_out(local)
 
 
 @_recall_backward.register_fake
-def _(
-    gradient: Tensor, query: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
-    batch, blocks, heads, tokens, dim = query.shape
-    reads, tiles = matrix.shape[1], triton.cdiv(tokens, TILE)
-    of_matrix = normaliser.new_empty(batch, reads, heads, dim, dim)
-    of_normaliser = normaliser.new_empty(batch, reads, heads, tiles, dim)
-    of_gate = normaliser.new_empty(batch, blocks, heads, tiles)
-    return _laid_out(query), _laid_out(local), of_matrix, of_normaliser, of_gate
+def _(gradient: Tensor, feature: Tensor, local: Tensor, state: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    batch, blocks, heads, tokens, dim = feature.shape
+    of_state = state.new_empty(batch, blocks, heads, dim, dim + SPARE.value)
+    of_gate = state.new_empty(batch, blocks, heads, triton.cdiv(tokens, TILE))
+    return torch.empty_like(feature), _laid_out(local), of_state, of_gate
 
 
 @_fold.register_fake
-def _(key: Tensor, value: Tensor, normaliser: Tensor, features: int) -> tuple[Tensor, Tensor]:
+def _(feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
     added, known = (normaliser.new_empty(*normaliser.shape, normaliser.shape[-1]) for _ in range(2))
     return added, known
 
 
 @_fold_backward.register_fake
 def _(
-    of_added: Tensor, of_known: Tensor, key: Tensor, value: Tensor, normaliser: Tensor, features: int
+    of_added: Tensor, of_known: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_key, dim = _laid_out(key.transpose(1, 2)).transpose(1, 2), key.shape[-1]
-    of_value = value.new_empty(*value.shape[:-1], 2 * dim)[..., :dim]
-    tiles = triton.cdiv(key.shape[3], TILE)
-    return of_key, of_value, normaliser.new_empty(*normaliser.shape[:3], tiles, normaliser.shape[3])
+    *_, tokens, dim = feature.shape
+    of_value = value.new_empty(*feature.shape[:-1], 2 * dim + SPARE.value)[..., :dim]
+    of_normaliser = normaliser.new_empty(*normaliser.shape[:3], triton.cdiv(tokens, TILE), dim)
+    return torch.empty_like(feature), of_value, of_normaliser
 
 
 def _remember(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -213,28 +215,36 @@ def _remember(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.settings = [x for x in inputs if not isinstance(x, Tensor)]
 
 
+def _remember_features(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[0])
+
+
+def _features_gradient(ctx: Any, of_feature: Tensor | None, of_sums: Tensor | None) -> tuple[Tensor | None, None]:
+    """Plain code, which a compiler joins with what comes next. The slope is the feature where that is below 1."""
+    (feature,) = ctx.saved_tensors
+    if of_sums is None:
+        return None if of_feature is None else of_feature * feature.clamp(max=1), None
+    slope = of_sums[..., None, :] if of_feature is None else of_feature + of_sums[..., None, :]
+    return (slope * feature.clamp(max=1)).to(feature.dtype), None
+
+
 def _recall_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: recomputation unpacks them a single time
-    matrix, gate = saved[2], saved[4]
-    *of_tokens, of_matrix, of_normaliser, of_gate = _recall_backward(gradient, *saved, *ctx.settings)
-    of_matrix, of_normaliser = (x.unflatten(2, (matrix.shape[2], -1)).sum(3) for x in (of_matrix, of_normaliser.sum(3)))
-    return *of_tokens, of_matrix, of_normaliser, of_gate.sum((0, 1, 3)).to(gate.dtype), None, None
+    (_, reads, kv_heads, *_), gate = saved[2].shape, saved[3]
+    of_feature, of_local, of_state, of_gate = _recall_backward(gradient, *saved, *ctx.settings)
+    of_state = of_state[:, of_state.shape[1] - reads :].unflatten(2, (kv_heads, -1)).sum(3)
+    return of_feature, of_local, of_state, of_gate.sum((0, 1, 3)).to(gate.dtype), None, None
 
 
 def _fold_gradients(ctx: Any, of_added: Tensor, of_known: Tensor) -> tuple[Tensor | None, ...]:
-    of_key, of_value, of_normaliser = _fold_backward(of_added, of_known, *ctx.saved_tensors, *ctx.settings)
-    return of_key, of_value, of_normaliser.sum(3), None
+    of_feature, of_value, of_normaliser = _fold_backward(of_added, of_known, *ctx.saved_tensors)
+    return of_feature, of_value, of_normaliser.sum(3)
 
 
+_features.register_autograd(_features_gradient, setup_context=_remember_features)
 _recall.register_autograd(_recall_gradients, setup_context=_remember)
 _fold.register_autograd(_fold_gradients, setup_context=_remember)
-
-
-@triton.jit
-def _sigma(x, real):
-    """ELU + 1, and zero where nothing is; its slope is itself, where that is below 1, and 1 elsewhere."""
-    wide = x.to(tl.float32)
-    return tl.where(real, tl.where(wide > 0, wide + 1, tl.exp(wide)), 0.0).to(x.dtype)
 
 
 @triton.jit
@@ -249,23 +259,6 @@ def _sums(x, y):
 
 
 @triton.jit
-def _scale(weight, square, NORM: tl.constexpr, REAL: tl.constexpr):
-    """What a row of sigma(q) M, whose squares sum up to `square`, is multiplied by.
-
-    Divided by the weight sigma(q) z; normalised after that, the weight matters only to the epsilon.
-    """
-    if NORM:
-        return tl.rsqrt(square / REAL + NORM_EPSILON * weight * weight)
-    return 1 / weight
-
-
-@triton.jit
-def _real(column, DIM: tl.constexpr, REAL: tl.constexpr):
-    """Which features are not padding, which stands behind either half of a head."""
-    return (column < DIM) & (column % (DIM // 2) < REAL // 2)
-
-
-@triton.jit
 def _place(row, first, second, s0, s1, s2):
     """Where a block of a head begins: its row counts through three axes, of which the last two have these sizes."""
     return row // second // first * s0 + row // second % first * s1 + row % second * s2
@@ -273,53 +266,56 @@ def _place(row, first, second, s0, s1, s2):
 
 @triton.jit
 def _tile(tokens, DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """The program's tokens, the columns of a head, and which of both there are."""
+    """The program's block of a head, its tokens, the columns of a head, and which of both there are."""
     token, column = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
-    return token, column, (token < tokens)[:, None] & (column < DIM)[None, :]
+    return tl.program_id(0).to(tl.int64), token, column, (token < tokens)[:, None] & (column < DIM)[None, :]
 
 
 @triton.jit
-def _reading(normaliser, row, blocks, heads, kv_heads, first, column, DIM: tl.constexpr):
-    """Whether a block reads, its row among those that do, and z; of one that does not, zeros."""
-    batch, block, head = row // heads // blocks, row // heads % blocks, row % heads
-    there, reads = block >= first, batch * (blocks - first) + block - first
-    which = reads * kv_heads + head // (heads // kv_heads)
-    z = tl.load(normaliser + which * DIM + column, mask=(column < DIM) & there, other=0.0)
-    return there, reads * heads + head, z
-
-
-@triton.jit
-def _copy(
-    x, result, x0, x1, x2, x3, first, second, tokens, SIGMA: tl.constexpr,
-    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+def _features_kernel(
+    x, result, sums, x0, x1, x2, x3, first, second, tokens, REAL: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
+    """ELU + 1, and zero where nothing is."""
+    row, token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
     at = _place(row, first, second, x0, x1, x2) + token[:, None] * x3 + column[None, :]
-    own = tl.load(x + at, mask=inside, other=0.0)
-    if SIGMA:
-        own = _sigma(own, inside & _real(column, DIM, REAL)[None, :])
-    tl.store(result + (row * tokens + token[:, None]) * DIM + column[None, :], own, mask=inside)
+    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    real = inside & (column % (DIM // 2) < REAL // 2)[None, :]  # padding stands behind either half of a head
+    feature = tl.where(real, tl.where(wide > 0, wide + 1, tl.exp(wide)), 0.0).to(result.dtype.element_ty)
+    tl.store(result + (row * tokens + token[:, None]) * DIM + column[None, :], feature, mask=inside)
+    to = (row * tl.num_programs(1) + tl.program_id(1)) * DIM + column
+    tl.store(sums + to, tl.sum(feature.to(tl.float32), 0), mask=column < DIM)
+
+
+@triton.jit
+def _reading(
+    local, product, gate, row, token, column, inside, l0, l1, l2, l3, blocks, heads, first, tokens,
+    NORM: tl.constexpr, REAL: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """What is read, the weight it was divided by, and what it is multiplied by for that; the block's own; the gate.
+
+    Normalised after the division, the weight matters only to the epsilon. A block that reads nothing has a closed gate.
+    """
+    line = (row * tokens + token) * (DIM + SPARE)
+    read = tl.load(product + line[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(product + line + DIM, mask=token < tokens, other=0.0).to(tl.float32) + EPSILON
+    beside = _place(row, blocks, heads, l0, l1, l2) + token[:, None] * l3 + column[None, :]
+    own = tl.load(local + beside, mask=inside, other=0.0).to(tl.float32)
+    openness = tl.where(row // heads % blocks >= first, tl.sigmoid(tl.load(gate + row % heads).to(tl.float32)), 0.0)
+    scale = tl.rsqrt(tl.sum(read * read, 1) / REAL + NORM_EPSILON * weight * weight) if NORM else 1 / weight
+    return read * scale[:, None], weight, scale, own, openness
 
 
 @triton.jit
 def _combine(
-    local, feature, product, normaliser, gate, mixed, l0, l1, l2, l3, m0, m1, m2, m3,
-    blocks, heads, kv_heads, first, tokens, NORM: tl.constexpr,
-    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    local, product, gate, mixed, l0, l1, l2, l3, m0, m1, m2, m3, blocks, heads, first, tokens,
+    NORM: tl.constexpr, REAL: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """local + g (read - local); a block that reads nothing has a closed gate."""
-    row = tl.program_id(0).to(tl.int64)
-    token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
-    there, own_row, z = _reading(normaliser, row, blocks, heads, kv_heads, first, column, DIM)
-    openness = tl.where(there, tl.sigmoid(tl.load(gate + row % heads).to(tl.float32)), 0.0)
-    at = (own_row * tokens + token[:, None]) * DIM + column[None, :]
-    wide = tl.load(feature + at, mask=inside & there, other=0.0).to(tl.float32)
-    read = tl.load(product + at, mask=inside & there, other=0.0).to(tl.float32)
-    beside = _place(row, blocks, heads, l0, l1, l2) + token[:, None] * l3 + column[None, :]
-    own = tl.load(local + beside, mask=inside, other=0.0).to(tl.float32)
-    weight, square = _sums(wide * z[None, :], read * read)
-    read *= _scale(weight + EPSILON, square, NORM, REAL)[:, None]
+    """local + g (read - local)."""
+    row, token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
+    read, _, _, own, openness = _reading(
+        local, product, gate, row, token, column, inside, l0, l1, l2, l3, blocks, heads, first, tokens, NORM, REAL, DIM
+    )
     own += openness * (read - own)
     to = _place(row, blocks, heads, m0, m1, m2) + token[:, None] * m3 + column[None, :]
     tl.store(mixed + to, own.to(mixed.dtype.element_ty), mask=inside)
@@ -327,87 +323,55 @@ def _combine(
 
 @triton.jit
 def _slopes(
-    gradient, local, feature, product, normaliser, gate, of_local, of_product, of_weight, of_gate,
-    g0, g1, g2, g3, l0, l1, l2, l3, o0, o1, o2, o3, blocks, heads, kv_heads, first, tokens, NORM: tl.constexpr,
-    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    gradient, local, product, gate, of_local, of_product, of_gate,
+    g0, g1, g2, g3, l0, l1, l2, l3, o0, o1, o2, o3, blocks, heads, first, tokens,
+    NORM: tl.constexpr, REAL: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Of `_combine`: of what it mixes, and of the weights it divides by."""
-    row = tl.program_id(0).to(tl.int64)
-    token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
-    there, own_row, z = _reading(normaliser, row, blocks, heads, kv_heads, first, column, DIM)
-    openness = tl.where(there, tl.sigmoid(tl.load(gate + row % heads).to(tl.float32)), 0.0)
-    at = (own_row * tokens + token[:, None]) * DIM + column[None, :]
-    wide = tl.load(feature + at, mask=inside & there, other=0.0).to(tl.float32)
-    read = tl.load(product + at, mask=inside & there, other=0.0).to(tl.float32)
+    row, token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
+    read, weight, scale, own, openness = _reading(
+        local, product, gate, row, token, column, inside, l0, l1, l2, l3, blocks, heads, first, tokens, NORM, REAL, DIM
+    )
     above = _place(row, blocks, heads, g0, g1, g2) + token[:, None] * g3 + column[None, :]
     slope = tl.load(gradient + above, mask=inside, other=0.0).to(tl.float32)
-    beside = _place(row, blocks, heads, l0, l1, l2) + token[:, None] * l3 + column[None, :]
-    own = tl.load(local + beside, mask=inside, other=0.0).to(tl.float32)
     to = _place(row, blocks, heads, o0, o1, o2) + token[:, None] * o3 + column[None, :]
     tl.store(of_local + to, ((1 - openness) * slope).to(of_local.dtype.element_ty), mask=inside)
-    weight, square = _sums(wide * z[None, :], read * read)
-    weight += EPSILON
-    scale = _scale(weight, square, NORM, REAL)
-    read *= scale[:, None]
     along, of_row = _sums(read * slope, (read - own) * slope)
     along *= openness
     of_read = openness * slope
     if NORM:
         of_read -= read * (along / REAL)[:, None]
-        of_own_weight = -NORM_EPSILON * weight * scale * scale * along
+        of_weight = -NORM_EPSILON * weight * scale * scale * along
     else:
-        of_own_weight = -scale * along
-    of_read *= scale[:, None]
-    tl.store(of_product + at, of_read.to(of_product.dtype.element_ty), mask=inside & there)
-    tl.store(of_weight + own_row * tokens + token, of_own_weight, mask=(token < tokens) & there)
+        of_weight = -scale * along
+    line, spare = (row * tokens + token[:, None]) * (DIM + SPARE), tl.arange(0, SPARE)[None, :]
+    kind = of_product.dtype.element_ty
+    tl.store(of_product + line + column[None, :], (of_read * scale[:, None]).to(kind), mask=inside)
+    of_spare = tl.where(spare == 0, of_weight[:, None], 0.0)
+    tl.store(of_product + line + DIM + spare, of_spare.to(kind), mask=(token < tokens)[:, None])
     of_openness = tl.sum(of_row) * openness * (1 - openness)
     tl.store(of_gate + row * tl.num_programs(1) + tl.program_id(1), of_openness)
 
 
 @triton.jit
-def _query_slopes(
-    of_feature, feature, of_weight, normaliser, of_query, of_normaliser, o0, o1, o2, o3,
-    blocks, heads, kv_heads, first, tokens,
-    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Through weights and features; a block that reads nothing has none."""
-    row = tl.program_id(0).to(tl.int64)
-    token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
-    there, own_row, z = _reading(normaliser, row, blocks, heads, kv_heads, first, column, DIM)
-    at = (own_row * tokens + token[:, None]) * DIM + column[None, :]
-    wide = tl.load(feature + at, mask=inside & there, other=0.0).to(tl.float32)
-    slope = tl.load(of_feature + at, mask=inside & there, other=0.0).to(tl.float32)
-    of_own_weight = tl.load(of_weight + own_row * tokens + token, mask=(token < tokens) & there, other=0.0)
-    of_x = (slope + of_own_weight[:, None] * z[None, :]) * tl.minimum(wide, 1.0)
-    to = _place(row, blocks, heads, o0, o1, o2) + token[:, None] * o3 + column[None, :]
-    tl.store(of_query + to, of_x.to(of_query.dtype.element_ty), mask=inside)
-    of_z = tl.sum(wide * of_own_weight[:, None], 0)
-    tile = own_row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(of_normaliser + tile * DIM + column, of_z, mask=(column < DIM) & there)
-
-
-@triton.jit
 def _fold_kernel(
-    key, value, normaliser, added, known, k0, k1, k2, k3, v0, v1, v2, v3, heads, folded, tokens,
-    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    feature, value, normaliser, added, known, v0, v1, v2, v3, heads, blocks, folded, tokens,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch, head, block = row // folded // heads, row // folded % heads, row % folded
     column = tl.arange(0, WIDTH)
-    real = _real(column, DIM, REAL)
-    key += batch * k0 + head * k1 + block * k2
+    feature += ((batch * heads + head) * blocks + block) * tokens * DIM
     value += batch * v0 + head * v1 + block * v2
     z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
     sum_added, sum_known = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
     for start in range(0, tokens, TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-        x = tl.load(key + token[:, None] * k3 + column[None, :], mask=inside, other=0.0)
-        feature = _sigma(x, inside & real[None, :])
-        wide = feature.to(tl.float32)
-        scaled = (wide / (tl.sum(wide * z[None, :], 1) + EPSILON)[:, None]).to(feature.dtype)
-        turned = tl.trans(feature)
+        x = tl.load(feature + token[:, None] * DIM + column[None, :], mask=inside, other=0.0)
         own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
+        wide, turned = x.to(tl.float32), tl.trans(x)
+        scaled = (wide / (tl.sum(wide * z[None, :], 1) + EPSILON)[:, None]).to(x.dtype)
         sum_added = tl.dot(turned, own, sum_added, input_precision="ieee")
         sum_known = tl.dot(turned, scaled, sum_known, input_precision="ieee")
     at = row * DIM * DIM + column[:, None] * DIM + column[None, :]
@@ -418,24 +382,25 @@ def _fold_kernel(
 
 @triton.jit
 def _key_slopes(
-    both, of_feature, feature, normaliser, of_key, of_normaliser, o0, o1, o2, o3, heads, blocks, folded, tokens,
-    DIM: tl.constexpr, REAL: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    product, through_added, feature, normaliser, of_feature, of_normaliser, batch, heads, blocks, folded, tokens,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of what is folded; behind the gradients of values, `both` has features by twice the gradient of G."""
-    row = tl.program_id(0).to(tl.int64)
-    token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
+    """Of features, which are in U and G. In `product` they are by U's gradient, by twice that of G, and by z."""
+    row, token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
     there, own_row = row % blocks < folded, row // blocks * folded + row % blocks
     z = tl.load(normaliser + own_row * DIM + column, mask=(column < DIM) & there, other=0.0)
-    line = row * tokens + token[:, None]
-    wide = tl.load(feature + line * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    turned = tl.load(both + (2 * line + 1) * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    slope = tl.load(of_feature + line * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    weight, along = _sums(wide * z[None, :], wide * turned)
+    at = (row * tokens + token[:, None]) * DIM + column[None, :]
+    wide = tl.load(feature + at, mask=inside, other=0.0).to(tl.float32)
+    line = (row * tokens + token) * (2 * DIM + SPARE)
+    turned = tl.load(product + line[:, None] + DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(product + line + 2 * DIM, mask=token < tokens, other=0.0).to(tl.float32)
+    other_row = (row // blocks % heads * batch + row // blocks // heads) * blocks + row % blocks  # heads first
+    beside = (other_row * tokens + token[:, None]) * DIM + column[None, :]
+    slope = tl.load(through_added + beside, mask=inside, other=0.0).to(tl.float32)
     share = 1 / (weight + EPSILON)
-    of_weight = -0.5 * share * share * along
-    of_x = (slope + share[:, None] * turned + of_weight[:, None] * z[None, :]) * tl.minimum(wide, 1.0)
-    to = _place(row, heads, blocks, o0, o1, o2) + token[:, None] * o3 + column[None, :]
-    tl.store(of_key + to, of_x.to(of_key.dtype.element_ty), mask=inside)
+    of_weight = -0.5 * share * share * tl.sum(wide * turned, 1)
+    slope += share[:, None] * turned + of_weight[:, None] * z[None, :]
+    tl.store(of_feature + at, slope.to(of_feature.dtype.element_ty), mask=inside)
     of_z = tl.sum(wide * of_weight[:, None], 0)
     tile = own_row * tl.num_programs(1) + tl.program_id(1)
     tl.store(of_normaliser + tile * DIM + column, of_z, mask=(column < DIM) & there)

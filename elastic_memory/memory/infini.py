@@ -125,16 +125,20 @@ class InfiniMemory(Memory):
         with torch.autocast(key.device.type, enabled=False):
             whole = length // size
             keys, values = (x[:, :, : whole * size].unflatten(2, (whole, size)) for x in (key, value))
-            features = self._sigma(keys)
-            matrix, normaliser = (part.to(features.dtype) for part in self.start(key.shape[0], key.device))
+            if kernels is not None:
+                features, sums = kernels.features(keys, self._features)
+            else:
+                features = self._sigma(keys)
+                sums = features.sum(3)
+            matrix, normaliser = (part.to(sums.dtype) for part in self.start(key.shape[0], key.device))
             readings: list[Reading] = [(matrix, normaliser)] if self.reads_start else []
             normalisers = [normaliser]
-            for index, added in enumerate(features.sum(3)[:, :, :blocks].unbind(2), 1):
+            for index, added in enumerate(sums[:, :, :blocks].unbind(2), 1):
                 normalisers += self.cut((normalisers[-1] + added,), index)
 
             before = torch.stack(normalisers[:-1], dim=2) if blocks else None
             if kernels is not None and self.update == "delta" and before is not None:
-                updates, known = kernels.fold(keys, values, before, self._features)
+                updates, known = kernels.fold(features, values, before)
             else:
                 features, values = features[:, :, :blocks], values[:, :, :blocks]
                 updates = _product(features.mT, values, key.dtype)
@@ -179,8 +183,9 @@ class InfiniMemory(Memory):
         if kernels is None:
             return None
         matrices, normalisers = (torch.stack(parts, dim=1) for parts in zip(*readings, strict=True))
+        features, _ = kernels.features(query, self._features)
         norm = self.memory_norm == "output"
-        return kernels.recall(query, local, matrices, normalisers, wide(self.gate), self._features, norm)
+        return kernels.recall(features, local, matrices, normalisers, wide(self.gate), self._features, norm)
 
     def _kernels(self, *tensors: Tensor) -> Any:
         """Kernels for these tensors, or None."""

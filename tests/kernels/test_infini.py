@@ -69,7 +69,10 @@ def test_recall(blocks, first, heads, kv_heads, tokens, dim, features, norm, dev
 
     # A norm makes what is read independent of the normaliser but for its epsilon: in bf16 that gradient is rounding.
     skip = (3,) if norm and dtype == torch.bfloat16 else ()
-    fast = lambda *inputs: (infini.recall(*inputs, features, norm),)  # noqa: E731
+
+    def fast(query, *inputs):
+        return (infini.recall(infini.features(query, features)[0], *inputs, features, norm),)
+
     compare(fast, slow, (query, local, matrix, normaliser, gate), dtype, skip)
 
 
@@ -87,7 +90,23 @@ def test_fold(folded, blocks, heads, tokens, dim, features, device, dtype):
         feature, value = sigma(key[:, :, :folded], features), value[:, :, :folded]
         return feature.mT @ value, feature.mT @ (feature / (feature @ normaliser[..., None] + 1e-6))
 
-    compare(lambda *inputs: infini.fold(*inputs, features), slow, (key, value, normaliser), dtype)
+    def fast(key, *inputs):
+        return infini.fold(infini.features(key, features)[0], *inputs)
+
+    compare(fast, slow, (key, value, normaliser), dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(("tokens", "dim", "features"), [(70, 24, 20), (5, 96, 90), (64, 2, 2)])
+def test_features(tokens, dim, features, used, device, dtype):
+    x = draw(2, 3, tokens, 2, dim).to(device, dtype).transpose(2, 3).requires_grad_()
+
+    def slow(x):
+        feature = sigma(x, features)
+        return tuple((feature, feature.sum(3))[index] for index in used)
+
+    compare(lambda x: tuple(infini.features(x, features)[index] for index in used), slow, (x,), dtype)
 
 
 @interpreted
@@ -127,10 +146,15 @@ def test_operations_keep_their_promises():
     tokens = draw(1, 3, 40, 2, 6).transpose(2, 3).requires_grad_()
     matrix, normaliser = draw(1, 2, 1, 6, 6).requires_grad_(), draw(1, 2, 1, 6).abs().requires_grad_()
     gate = draw(2).requires_grad_()
-    torch.library.opcheck(infini._recall, (tokens, tokens, matrix, normaliser, gate, 4, True))
+    torch.library.opcheck(infini._features, (tokens, 4))
+    feature, _ = infini.features(tokens, 4)
+    feature = feature.detach().requires_grad_()
+    state = infini._with_column(matrix, normaliser).detach().requires_grad_()
+    torch.library.opcheck(infini._recall, (feature, tokens, state, gate, 4, True))
     keys = draw(1, 40, 2, 6).transpose(1, 2).unflatten(2, (2, 20)).requires_grad_()
+    feature = draw(*keys.shape).abs().requires_grad_()
     for folded in (1, 2):
-        torch.library.opcheck(infini._fold, (keys, keys, draw(1, 2, folded, 6).abs().requires_grad_(), 4))
+        torch.library.opcheck(infini._fold, (feature, keys, draw(1, 2, folded, 6).abs().requires_grad_()))
 
 
 @interpreted
@@ -150,7 +174,7 @@ def test_blocks_that_read_nothing_do_not_notice():
     local = draw(1, 2, 1, 8, 16).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     matrix = torch.full((1, 1, 1, 16, 16), torch.inf, device=device)
     normaliser, gate = torch.ones(1, 1, 1, 16, device=device), torch.zeros(1, device=device)
-    mixed = infini.recall(local, local, matrix, normaliser, gate, 16, True)
+    mixed = infini.recall(infini.features(local, 16)[0], local, matrix, normaliser, gate, 16, True)
     assert torch.equal(mixed[:, 0], local[:, 0]) and mixed[:, 1].isnan().all()
 
 
