@@ -9,6 +9,8 @@ block is summed up it pays, as little is written. Operations of their own, so th
 Weights sigma(x) z are products as well: z is one more column of the matrix that sigma(x) is multiplied by. A program
 takes some tokens of one block in one head, or all where it sums them up. Tensors of others may be strided, except along
 the last axis; those made here are contiguous, a block of a head after the other.
+
+Torch keeps compiled graphs on disk and knows operations by name: one that comes to mean something else needs another.
 """
 
 # Constants of the compiled program are in capitals, as Triton has it.
@@ -26,12 +28,12 @@ from elastic_memory.shapes import Float, Tensor
 EPSILON = tl.constexpr(1e-6)  # of normalisers
 NORM_EPSILON = tl.constexpr(1e-5)
 SPARE = tl.constexpr(8)  # columns for z, of which it needs one; rows of products then begin where 16 bytes do
-TILE = 64  # tokens of a program
+TILE, LONG_TILE = 32, 64  # tokens of a program; of one whose sums over them are wanted
 
 
 def features(
-    x: Float[Tensor, "batch first second token dim"], real: int
-) -> tuple[Float[Tensor, "batch first second token dim"], Float[Tensor, "batch first second dim"]]:
+    x: Float[Tensor, "batch block head token dim"], real: int
+) -> tuple[Float[Tensor, "batch block head token dim"], Float[Tensor, "batch block head dim"]]:
     """sigma(x), zero beyond the `real` features of a head, and its sums over tokens."""
     return _features(x, real)
 
@@ -50,10 +52,10 @@ def recall(
 
 
 def fold(
-    feature: Float[Tensor, "batch head block token dim"],
-    value: Float[Tensor, "batch head block token dim"],
-    normaliser: Float[Tensor, "batch head folded dim"],
-) -> tuple[Float[Tensor, "batch head folded dim dim"], Float[Tensor, "batch head folded dim dim"]]:
+    feature: Float[Tensor, "batch block head token dim"],
+    value: Float[Tensor, "batch block head token dim"],
+    normaliser: Float[Tensor, "batch folded head dim"],
+) -> tuple[Float[Tensor, "batch folded head dim dim"], Float[Tensor, "batch folded head dim dim"]]:
     """U = sigma(K)^T V and G = sigma(K)^T diag(1 / sigma(K) z) sigma(K) of each block that has a z, from before it.
 
     Others are left out here, as cutting them off would cost a copy of their gradients.
@@ -65,8 +67,8 @@ def _with_column(matrix: Tensor, normaliser: Tensor) -> Tensor:
     return torch.cat((matrix, F.pad(normaliser[..., None], (0, SPARE.value - 1))), dim=-1)
 
 
-def _sizes(dim: int) -> dict[str, int]:
-    return {"DIM": dim, "WIDTH": max(16, triton.next_power_of_2(dim)), "TILE": TILE, "num_warps": 8}
+def _sizes(dim: int, tile: int = TILE) -> dict[str, int]:
+    return {"DIM": dim, "WIDTH": max(16, triton.next_power_of_2(dim)), "TILE": tile, "num_warps": 4}
 
 
 def _laid_out(x: Tensor) -> Tensor:
@@ -95,12 +97,12 @@ def _known(feature: Tensor, state: Tensor) -> Tensor:
 
 @torch.library.custom_op("elastic_memory::infini_features", mutates_args=())
 def _features(x: Tensor, real: int) -> tuple[Tensor, Tensor]:
-    x, (batch, first, second, tokens, dim) = _strided(x), x.shape
-    tiles = triton.cdiv(tokens, TILE)
-    result, sums = x.new_empty(x.shape), x.new_empty(batch, first, second, tiles, dim, dtype=torch.float32)
+    x, (batch, blocks, heads, tokens, dim) = _strided(x), x.shape
+    tiles = triton.cdiv(tokens, LONG_TILE)
+    result, sums = x.new_empty(x.shape), x.new_empty(batch, blocks, heads, tiles, dim, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        _features_kernel[(batch * first * second, tiles)](
-            x, result, sums, *x.stride()[:4], first, second, tokens, REAL=real, **_sizes(dim)
+        _features_kernel[(batch * blocks * heads, tiles)](
+            x, result, sums, *x.stride()[:4], blocks, heads, tokens, REAL=real, **_sizes(dim, LONG_TILE)
         )
     return result, sums.sum(3)
 
@@ -122,7 +124,7 @@ def _recall(feature: Tensor, local: Tensor, state: Tensor, gate: Tensor, real: i
 def _recall_backward(
     gradient: Tensor, feature: Tensor, local: Tensor, state: Tensor, gate: Tensor, real: int, norm: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients; of matrix and normaliser for each block and head, of the gate for each program."""
+    """Gradients; of matrix and normaliser for each block and head."""
     gradient, local, of_local = _strided(gradient), _strided(local), _laid_out(local)
     batch, blocks, heads, tokens, dim = local.shape
     known, tiles = _known(feature, state), triton.cdiv(tokens, TILE)
@@ -133,19 +135,20 @@ def _recall_backward(
             gradient, local, product, gate, of_local, of_product, of_gate, *gradient.stride()[:4], *local.stride()[:4],
             *of_local.stride()[:4], blocks, heads, blocks - state.shape[1], tokens, NORM=norm, REAL=real, **_sizes(dim),
         )  # fmt: skip
-    return _times(of_product, known.mT), of_local, _times(feature.mT, of_product, wide=True), of_gate
+    of_state = _times(feature.mT, of_product, wide=True)
+    return _times(of_product, known.mT), of_local, of_state, of_gate.sum((0, 1, 3))
 
 
 @torch.library.custom_op("elastic_memory::infini_fold", mutates_args=())
 def _fold(feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
     value, normaliser = _strided(value), normaliser.contiguous()
-    batch, heads, folded, dim = normaliser.shape
-    added, known = (normaliser.new_empty(batch, heads, folded, dim, dim) for _ in range(2))
+    batch, folded, heads, dim = normaliser.shape
+    added, known = (normaliser.new_empty(batch, folded, heads, dim, dim) for _ in range(2))
     # As many warps as on Hopper keep both sums in registers.
     with torch.cuda.device_of(value):
         _fold_kernel[(batch * heads * folded,)](
-            feature, value, normaliser, added, known, *value.stride()[:4], heads, feature.shape[2], folded,
-            feature.shape[3], **_sizes(dim) | {"num_warps": 16, "num_stages": 3},
+            feature, value, normaliser, added, known, *value.stride()[:4], feature.shape[1], heads, folded,
+            feature.shape[3], **_sizes(dim, LONG_TILE) | {"num_warps": 8, "num_stages": 3},
         )  # fmt: skip
     return added, known
 
@@ -154,26 +157,26 @@ def _fold(feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, T
 def _fold_backward(
     of_added: Tensor, of_known: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients; of normaliser for each program. G is symmetric in what it is made of: its gradient comes twice."""
+    """Gradients. G is symmetric in what it is made of: its gradient comes twice."""
     normaliser = normaliser.contiguous()
-    batch, heads, blocks, tokens, dim = feature.shape
-    folded, tiles = normaliser.shape[2], triton.cdiv(tokens, TILE)
-    missing = (0, 0, 0, 0, 0, blocks - folded)
+    batch, blocks, heads, tokens, dim = feature.shape
+    folded, tiles = normaliser.shape[1], triton.cdiv(tokens, TILE)
+    missing = (0, 0, 0, 0, 0, 0, 0, blocks - folded)
     twice = _with_column(of_known + of_known.mT, normaliser)
     of_added, twice = (F.pad(x.to(feature.dtype), missing) for x in (of_added, twice))
     product = _times(feature, torch.cat((of_added, twice), dim=-1))
     # Head after head, as those of a token stand side by side: values are not copied.
     through_added = feature.new_empty(heads, batch, blocks, tokens, dim)
     for head, own in enumerate(through_added):
-        torch.bmm(value[:, head].flatten(0, 1), of_added[:, head].flatten(0, 1).mT, out=own.flatten(0, 1))
+        torch.bmm(value[:, :, head].flatten(0, 1), of_added[:, :, head].flatten(0, 1).mT, out=own.flatten(0, 1))
     of_feature = torch.empty_like(feature)
-    of_normaliser = normaliser.new_empty(batch, heads, folded, tiles, dim)
+    of_normaliser = normaliser.new_empty(batch, folded, heads, tiles, dim)
     with torch.cuda.device_of(feature):
-        _key_slopes[(batch * heads * blocks, tiles)](
-            product, through_added, feature, normaliser, of_feature, of_normaliser, batch, heads, blocks, folded,
+        _key_slopes[(batch * blocks * heads, tiles)](
+            product, through_added, feature, normaliser, of_feature, of_normaliser, batch, blocks, heads, folded,
             tokens, **_sizes(dim),
         )  # fmt: skip
-    return of_feature, product[..., :dim], of_normaliser
+    return of_feature, product[..., :dim], of_normaliser.sum(3)
 
 
 @_features.register_fake
@@ -188,10 +191,9 @@ def _(feature: Tensor, local: Tensor, *_: Any) -> Tensor:
 
 @_recall_backward.register_fake
 def _(gradient: Tensor, feature: Tensor, local: Tensor, state: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    batch, blocks, heads, tokens, dim = feature.shape
+    batch, blocks, heads, _, dim = feature.shape
     of_state = state.new_empty(batch, blocks, heads, dim, dim + SPARE.value)
-    of_gate = state.new_empty(batch, blocks, heads, triton.cdiv(tokens, TILE))
-    return torch.empty_like(feature), _laid_out(local), of_state, of_gate
+    return torch.empty_like(feature), _laid_out(local), of_state, state.new_empty(heads)
 
 
 @_fold.register_fake
@@ -204,10 +206,9 @@ def _(feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tenso
 def _(
     of_added: Tensor, of_known: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *_, tokens, dim = feature.shape
+    dim = feature.shape[-1]
     of_value = value.new_empty(*feature.shape[:-1], 2 * dim + SPARE.value)[..., :dim]
-    of_normaliser = normaliser.new_empty(*normaliser.shape[:3], triton.cdiv(tokens, TILE), dim)
-    return torch.empty_like(feature), of_value, of_normaliser
+    return torch.empty_like(feature), of_value, normaliser.new_empty(normaliser.shape)
 
 
 def _remember(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -234,12 +235,11 @@ def _recall_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     (_, reads, kv_heads, *_), gate = saved[2].shape, saved[3]
     of_feature, of_local, of_state, of_gate = _recall_backward(gradient, *saved, *ctx.settings)
     of_state = of_state[:, of_state.shape[1] - reads :].unflatten(2, (kv_heads, -1)).sum(3)
-    return of_feature, of_local, of_state, of_gate.sum((0, 1, 3)).to(gate.dtype), None, None
+    return of_feature, of_local, of_state, of_gate.to(gate.dtype), None, None
 
 
 def _fold_gradients(ctx: Any, of_added: Tensor, of_known: Tensor) -> tuple[Tensor | None, ...]:
-    of_feature, of_value, of_normaliser = _fold_backward(of_added, of_known, *ctx.saved_tensors)
-    return of_feature, of_value, of_normaliser.sum(3)
+    return _fold_backward(of_added, of_known, *ctx.saved_tensors)
 
 
 _features.register_autograd(_features_gradient, setup_context=_remember_features)
@@ -259,9 +259,9 @@ def _sums(x, y):
 
 
 @triton.jit
-def _place(row, first, second, s0, s1, s2):
-    """Where a block of a head begins: its row counts through three axes, of which the last two have these sizes."""
-    return row // second // first * s0 + row // second % first * s1 + row % second * s2
+def _place(row, blocks, heads, s0, s1, s2):
+    """Where a block of a head begins: its row counts through rows of a batch, their blocks, and the heads of those."""
+    return row // heads // blocks * s0 + row // heads % blocks * s1 + row % heads * s2
 
 
 @triton.jit
@@ -273,12 +273,12 @@ def _tile(tokens, DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _features_kernel(
-    x, result, sums, x0, x1, x2, x3, first, second, tokens, REAL: tl.constexpr,
+    x, result, sums, x0, x1, x2, x3, blocks, heads, tokens, REAL: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """ELU + 1, and zero where nothing is."""
     row, token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
-    at = _place(row, first, second, x0, x1, x2) + token[:, None] * x3 + column[None, :]
+    at = _place(row, blocks, heads, x0, x1, x2) + token[:, None] * x3 + column[None, :]
     wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     real = inside & (column % (DIM // 2) < REAL // 2)[None, :]  # padding stands behind either half of a head
     feature = tl.where(real, tl.where(wide > 0, wide + 1, tl.exp(wide)), 0.0).to(result.dtype.element_ty)
@@ -355,14 +355,13 @@ def _slopes(
 
 @triton.jit
 def _fold_kernel(
-    feature, value, normaliser, added, known, v0, v1, v2, v3, heads, blocks, folded, tokens,
+    feature, value, normaliser, added, known, v0, v1, v2, v3, blocks, heads, folded, tokens,
     DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    batch, head, block = row // folded // heads, row // folded % heads, row % folded
     column = tl.arange(0, WIDTH)
-    feature += ((batch * heads + head) * blocks + block) * tokens * DIM
-    value += batch * v0 + head * v1 + block * v2
+    feature += _place(row, folded, heads, blocks * heads, heads, 1) * tokens * DIM
+    value += _place(row, folded, heads, v0, v1, v2)
     z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
     sum_added, sum_known = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
     for start in range(0, tokens, TILE):
@@ -382,20 +381,20 @@ def _fold_kernel(
 
 @triton.jit
 def _key_slopes(
-    product, through_added, feature, normaliser, of_feature, of_normaliser, batch, heads, blocks, folded, tokens,
+    product, through_added, feature, normaliser, of_feature, of_normaliser, batch, blocks, heads, folded, tokens,
     DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Of features, which are in U and G. In `product` they are by U's gradient, by twice that of G, and by z."""
     row, token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
-    there, own_row = row % blocks < folded, row // blocks * folded + row % blocks
+    there, own_row = row // heads % blocks < folded, _place(row, blocks, heads, folded * heads, heads, 1)
     z = tl.load(normaliser + own_row * DIM + column, mask=(column < DIM) & there, other=0.0)
     at = (row * tokens + token[:, None]) * DIM + column[None, :]
     wide = tl.load(feature + at, mask=inside, other=0.0).to(tl.float32)
     line = (row * tokens + token) * (2 * DIM + SPARE)
     turned = tl.load(product + line[:, None] + DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(product + line + 2 * DIM, mask=token < tokens, other=0.0).to(tl.float32)
-    other_row = (row // blocks % heads * batch + row // blocks // heads) * blocks + row % blocks  # heads first
-    beside = (other_row * tokens + token[:, None]) * DIM + column[None, :]
+    heads_first = _place(row, blocks, heads, blocks, 1, batch * blocks)
+    beside = (heads_first * tokens + token[:, None]) * DIM + column[None, :]
     slope = tl.load(through_added + beside, mask=inside, other=0.0).to(tl.float32)
     share = 1 / (weight + EPSILON)
     of_weight = -0.5 * share * share * tl.sum(wide * turned, 1)

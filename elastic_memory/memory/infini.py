@@ -123,32 +123,31 @@ class InfiniMemory(Memory):
         size, length = self.geometry.block_size, key.shape[2]
         blocks = (length - 1) // size  # the last is read by nobody
         with torch.autocast(key.device.type, enabled=False):
-            whole = length // size
-            keys, values = (x[:, :, : whole * size].unflatten(2, (whole, size)) for x in (key, value))
+            values = _whole_blocks(value, size)
             if kernels is not None:
-                features, sums = kernels.features(keys, self._features)
+                features, sums = kernels.features(_whole_blocks(key, size), self._features)
             else:
-                features = self._sigma(keys)
+                features = _whole_blocks(self._sigma(key), size)
                 sums = features.sum(3)
             matrix, normaliser = (part.to(sums.dtype) for part in self.start(key.shape[0], key.device))
             readings: list[Reading] = [(matrix, normaliser)] if self.reads_start else []
             normalisers = [normaliser]
-            for index, added in enumerate(sums[:, :, :blocks].unbind(2), 1):
+            for index, added in enumerate(sums[:, :blocks].unbind(1), 1):
                 normalisers += self.cut((normalisers[-1] + added,), index)
 
-            before = torch.stack(normalisers[:-1], dim=2) if blocks else None
+            before = torch.stack(normalisers[:-1], dim=1) if blocks else None
             if kernels is not None and self.update == "delta" and before is not None:
                 updates, known = kernels.fold(features, values, before)
             else:
-                features, values = features[:, :, :blocks], values[:, :, :blocks]
+                features, values = features[:, :blocks], values[:, :blocks]
                 updates = _product(features.mT, values, key.dtype)
                 if self.update == "delta" and before is not None:
                     scaled = features * ((features * before[..., None, :]).sum(-1, keepdim=True) + EPSILON).rsqrt()
                     known = _product(scaled.mT, scaled, key.dtype)
             for index in range(blocks):
                 if self.update == "delta":
-                    matrix = matrix - known[:, :, index] @ matrix
-                (matrix,) = self.cut((matrix + updates[:, :, index],), index + 1)
+                    matrix = matrix - known[:, index] @ matrix
+                (matrix,) = self.cut((matrix + updates[:, index],), index + 1)
                 readings.append((matrix, normalisers[index + 1]))
         return readings
 
@@ -213,6 +212,12 @@ class InfiniMemory(Memory):
     def _rms(self, x: Tensor) -> Tensor:
         square = wide(x).square().sum(-1, keepdim=True) / self._features
         return (x * (square + 1e-5).rsqrt()).to(x.dtype)
+
+
+def _whole_blocks(x: Float[Tensor, "batch head token dim"], size: int) -> Float[Tensor, "batch block head inner dim"]:
+    """Without a last block that is short, which nobody reads."""
+    whole = x.shape[2] // size
+    return x[:, :, : whole * size].unflatten(2, (whole, size)).transpose(1, 2)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from elastic_memory.model.compilation import compiled
 from elastic_memory.model.layer import MemoryLayer, Rope
 from elastic_memory.shapes import Float, Tensor
 
-TOKENS = 32768  # of all layers that go together, to keep a large GPU busy
+TOKENS = 49152  # of all layers that go together, to keep a large GPU busy
 
 MEMORY = "self_attn.memory."
 BEFORE, BETWEEN = "input_layernorm.weight", "post_attention_layernorm.weight"

@@ -54,13 +54,13 @@ def main() -> None:
     JITFunction.run = lambda self, *args, grid, warmup, **known: found.append(compiled(self, args, known))
     make = partial(torch.zeros, dtype=torch.bfloat16)
     for dim, features in ((64, 64), (96, 90), (128, 128)):
-        tokens = make(1, 2, 8, 2048, dim)  # [batch, block, head, token, dim] or [batch, head, block, token, dim]
+        tokens = make(1, 2, 8, 2048, dim)  # [batch, block, head, token, dim]
         infini._features(tokens, features)
         known, gate = torch.zeros(1, 1, 8, dim, dim + infini.SPARE.value), torch.zeros(8)
         for norm in (True, False):
             infini._recall(tokens, tokens, known, gate, features, norm)
             infini._recall_backward(tokens, tokens, tokens, known, gate, features, norm)
-        state = torch.zeros(1, 2, 8, dim, dim)
+        state = torch.zeros(1, 1, 8, dim, dim)
         infini._fold(tokens, tokens, state[..., 0])
         infini._fold_backward(state, state, tokens, tokens, state[..., 0])
     cross_entropy.losses(make(8, 32000), torch.zeros(8, dtype=torch.int64), True)

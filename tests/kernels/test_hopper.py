@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton")
 
 LAUNCHED = {
-    "_copy", "_combine", "_slopes", "_query_slopes", "_fold_kernel", "_key_slopes", "_losses", "_climb",
-    "_column", "_project", "_attend", "_merge", "_expand", "_contract",
+    "_features_kernel", "_combine", "_slopes", "_fold_kernel", "_key_slopes", "_losses", "_climb", "_column",
+    "_project", "_attend", "_merge", "_expand", "_contract",
 }  # fmt: skip
 
 

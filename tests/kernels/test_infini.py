@@ -82,12 +82,12 @@ def test_recall(blocks, first, heads, kv_heads, tokens, dim, features, norm, dev
     [(3, 3, 2, 70, 24, 20), (1, 2, 1, 5, 96, 90), (1, 1, 3, 1100, 16, 16), (2, 3, 2, 40, 16, 16)],
 )
 def test_fold(folded, blocks, heads, tokens, dim, features, device, dtype):
-    key = draw(2, blocks, tokens, heads, dim).to(device, dtype).permute(0, 3, 1, 2, 4).requires_grad_()
-    value = draw(2, heads, blocks, tokens, dim).to(device, dtype).requires_grad_()
-    normaliser = (draw(2, heads, folded, dim).abs() + 0.5).to(device).requires_grad_()
+    key = draw(2, blocks, tokens, heads, dim).to(device, dtype).transpose(2, 3).requires_grad_()
+    value = draw(2, heads, blocks, tokens, dim).to(device, dtype).transpose(1, 2).requires_grad_()
+    normaliser = (draw(2, folded, heads, dim).abs() + 0.5).to(device).requires_grad_()
 
     def slow(key, value, normaliser):
-        feature, value = sigma(key[:, :, :folded], features), value[:, :, :folded]
+        feature, value = sigma(key[:, :folded], features), value[:, :folded]
         return feature.mT @ value, feature.mT @ (feature / (feature @ normaliser[..., None] + 1e-6))
 
     def fast(key, *inputs):
@@ -151,10 +151,10 @@ def test_operations_keep_their_promises():
     feature = feature.detach().requires_grad_()
     state = infini._with_column(matrix, normaliser).detach().requires_grad_()
     torch.library.opcheck(infini._recall, (feature, tokens, state, gate, 4, True))
-    keys = draw(1, 40, 2, 6).transpose(1, 2).unflatten(2, (2, 20)).requires_grad_()
+    keys = draw(1, 2, 20, 2, 6).transpose(2, 3).requires_grad_()
     feature = draw(*keys.shape).abs().requires_grad_()
     for folded in (1, 2):
-        torch.library.opcheck(infini._fold, (feature, keys, draw(1, 2, folded, 6).abs().requires_grad_()))
+        torch.library.opcheck(infini._fold, (feature, keys, draw(1, folded, 2, 6).abs().requires_grad_()))
 
 
 @interpreted
