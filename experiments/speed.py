@@ -142,12 +142,18 @@ def timed(models: dict[str, Any], plan: dict[str, Any]) -> tuple[Throughput, int
         torch.cuda.empty_cache()
 
 
-def _measured_at(cells: dict[str, Any]) -> dict[str, set[str]]:
-    """Commits, and the rows that have cells of theirs."""
-    found: dict[str, set[str]] = {}
-    for key, cell in cells.items():
-        found.setdefault(str(cell.get("commit")), set()).add(key.split("|")[0])
-    return dict(sorted(found.items()))
+def _measured_at(cells: dict[str, Any]) -> str:
+    """Commits; if there are several, the rows measured at each, with columns where a row is not all of one."""
+    at = {key: str(cell.get("commit")) for key, cell in cells.items()}
+    if len(set(at.values())) == 1:
+        return next(iter(at.values()))
+    found: dict[str, list[str]] = {commit: [] for commit in sorted(set(at.values()))}
+    for name in ROWS:
+        own = {key.split("|")[1]: commit for key, commit in at.items() if key.startswith(f"{name}|")}
+        for commit in sorted(set(own.values())):
+            columns = [column for column in COLUMNS if own.get(column) == commit]
+            found[commit].append(name if len(columns) == len(own) else f"{name} at {' '.join(columns)}")
+    return "; ".join(f"{commit} ({', '.join(names)})" for commit, names in found.items())
 
 
 def table(record: dict[str, Any], kind: str) -> Table:
@@ -166,11 +172,6 @@ def table(record: dict[str, Any], kind: str) -> Table:
         lines.append(line)
     here = record["environment"]
     where = f"{here.get('device', 'this machine')}, torch {here['torch']}"
-    at = _measured_at(cells)
-    commits = " and ".join(
-        f"{commit} ({', '.join(name for name in ROWS if name in names)})" if len(at) > 1 else commit
-        for commit, names in at.items()
-    )
     fewer = {key.replace("|", " "): cell["rows"] for key, cell in cells.items() if cell["rows"] < record["rows"]}
     smaller = "".join(f"; {cell}: {rows}" for cell, rows in fewer.items())
     return Table(
@@ -178,5 +179,6 @@ def table(record: dict[str, Any], kind: str) -> Table:
         columns=["model", *COLUMNS],
         rows=lines,
         note=f"Tier {record['tier']}: samples of {record['length']:,} tokens, {record['rows']} at a time{smaller}, on "
-        f"{where}, commit {commits}; each model in turns with Transformer++ in one process. The paper: 8 A800.",
+        f"{where}, commit {_measured_at(cells)}; each model in turns with Transformer++ in one process. "
+        "The paper: 8 A800.",
     )

@@ -88,11 +88,12 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     }
     for name, model in models.items():
         if capture.gains(model):
-            _check_room(peaks[name] or 0)
+            _check_room(peaks[name] or 0, _room(models))
             steps[name] = capture.Captured(steps[name], model.parameters())
+    crowded = sum(peak or 0 for peak in peaks.values()) > _room(models)
     kinds: dict[str, dict[str, Callable[[], float]]] = {
         name: {
-            "training": partial(_train_turn, model, steps[name], ids[name], optimizers[name], work.steps),
+            "training": partial(_train_turn, model, steps[name], ids[name], optimizers[name], work.steps, crowded),
             "inference": partial(_timed, model, partial(evaluate_once, model, ids[name])),
             "decoding": partial(_decode, model, work),
         }
@@ -164,23 +165,26 @@ def _train_turn(
     ids: Int[Tensor, "row token"],
     optimizer: torch.optim.Optimizer,
     steps: int,
+    crowded: bool,
 ) -> float:
     """Seconds of some steps.
 
-    A captured step holds its memory, which others need: it is captured anew for each turn. A GPU that waited for that
-    has to warm up again.
+    A captured step holds its memory. Where others need that, it is captured anew for each turn, and a GPU that waited
+    for it has to warm up again.
     """
     run = partial(_train, model, step, ids, optimizer)
     if not isinstance(step, capture.Captured):
         return _timed(model, partial(run, steps))
-    run(2)
-    warm = time.perf_counter() + _warm_seconds(model) / 3
-    while time.perf_counter() < warm:
-        _timed(model, partial(run, 1))
+    if step.graph is None:
+        run(2)
+        warm = time.perf_counter() + _warm_seconds(model) / 3
+        while time.perf_counter() < warm:
+            _timed(model, partial(run, 1))
     taken = _timed(model, partial(run, steps))
-    optimizer.zero_grad()
-    step.release()
-    torch.cuda.empty_cache()
+    if crowded:
+        optimizer.zero_grad()
+        step.release()
+        torch.cuda.empty_cache()
     return taken
 
 
@@ -229,9 +233,14 @@ def _peak(model: Model, step: Callable[[], object], optimizer: torch.optim.Optim
     return torch.cuda.max_memory_allocated() - before + own
 
 
-def _check_room(peak: int) -> None:
+def _room(models: Mapping[str, Model]) -> float:
+    """Bytes of a GPU that models may fill; what they leave is lost between the pieces."""
+    device = _device(next(iter(models.values())))
+    return 0.95 * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
+
+
+def _check_room(peak: int, room: float) -> None:
     """Beside other models, as failing inside a capture would break the device."""
-    room = int(0.95 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     needed = torch.cuda.memory_allocated() + peak
     if needed > room:
         raise torch.OutOfMemoryError(f"{needed / 2**30:.0f} GiB for a captured step, {room / 2**30:.0f} fit")

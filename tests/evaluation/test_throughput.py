@@ -100,3 +100,28 @@ def test_what_cannot_be_timed_is_an_error():
         throughput({}, Workload(length=8))
     with pytest.raises(ValueError, match="repeats=0"):
         throughput({"one": model_with()}, Workload(length=8, repeats=0))
+
+
+@pytest.mark.parametrize("room", [1.0, float("inf")])
+def test_captured_steps_keep_their_memory_where_there_is_room(room, monkeypatch):
+    module = sys.modules["elastic_memory.evaluation.throughput"]
+    calls = {"step": 0, "release": 0}
+
+    class Kept(module.capture.Captured):
+        def __call__(self, **inputs):
+            calls["step"] += 1
+            self.graph = object()
+            return self.step(**inputs)
+
+        def release(self):
+            calls["release"] += self.__dict__.get("graph") is not None
+            super().release()
+
+    monkeypatch.setattr(module.capture, "Captured", Kept)
+    monkeypatch.setattr(module.capture, "gains", lambda model: True)
+    monkeypatch.setattr(module, "_peak", lambda *_: 1)
+    monkeypatch.setattr(module, "_room", lambda models: room)
+    monkeypatch.setattr(module, "_check_room", lambda *_: None)
+    throughput({"one": model_with("none"), "other": model_with("none")}, Workload(length=16, decoded=0, repeats=2))
+    # Three rounds of two models, three steps each; two steps before them where a graph is new.
+    assert calls == ({"step": 30, "release": 6} if room == 1 else {"step": 22, "release": 0})
