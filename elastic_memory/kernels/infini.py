@@ -2,13 +2,13 @@
 
 Plain code passes over queries, keys, values and what is read a dozen times in float32. Here tokens are as narrow as
 activations: products are torch's, and what stands between two of them is one kernel that reads and writes each number
-once; what is divided by and normalised exists only inside. With the products inside too there would be fewer passes,
+once; what is divided and normalised exists only inside. With the products inside too there would be fewer passes,
 but matrices of a head leave a kernel so few registers that it waits for memory instead of keeping it busy. Where a
 block is summed up it pays, as little is written. Operations of their own, so that compiled graphs can hold them.
 
 Weights sigma(x) z are products as well: z is one more column of the matrix that sigma(x) is multiplied by. A program
 takes some tokens of one block in one head, or all where it sums them up. Tensors of others may be strided, except along
-the last axis; those made here are contiguous, a block of a head after the other.
+the last axis; those in between are contiguous, a block of a head after the other.
 
 Torch keeps compiled graphs on disk and knows operations by name: one that comes to mean something else needs another.
 """
@@ -27,8 +27,10 @@ from elastic_memory.shapes import Float, Tensor
 
 EPSILON = tl.constexpr(1e-6)  # of normalisers
 NORM_EPSILON = tl.constexpr(1e-5)
-SPARE = tl.constexpr(8)  # columns for z, of which it needs one; rows of products then begin where 16 bytes do
-TILE, LONG_TILE = 32, 64  # tokens of a program; of one whose sums over them are wanted
+SPARE = tl.constexpr(
+    8
+)  # columns for z, which needs one: if rows of heads begin where 16 bytes do, those of products too
+TILE, LONG_TILE = 32, 64  # tokens of a program, as an H200 likes them; long where features are made or folded
 
 
 def features(
@@ -165,7 +167,7 @@ def _fold_backward(
     twice = _with_column(of_known + of_known.mT, normaliser)
     of_added, twice = (F.pad(x.to(feature.dtype), missing) for x in (of_added, twice))
     product = _times(feature, torch.cat((of_added, twice), dim=-1))
-    # Head after head, as those of a token stand side by side: values are not copied.
+    # Head after head, as those of a token stand side by side: values of whole blocks are not copied.
     through_added = feature.new_empty(heads, batch, blocks, tokens, dim)
     for head, own in enumerate(through_added):
         torch.bmm(value[:, :, head].flatten(0, 1), of_added[:, :, head].flatten(0, 1).mT, out=own.flatten(0, 1))
@@ -191,7 +193,7 @@ def _(feature: Tensor, local: Tensor, *_: Any) -> Tensor:
 
 @_recall_backward.register_fake
 def _(gradient: Tensor, feature: Tensor, local: Tensor, state: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    batch, blocks, heads, _, dim = feature.shape
+    (batch, blocks, heads), dim = feature.shape[:3], feature.shape[-1]
     of_state = state.new_empty(batch, blocks, heads, dim, dim + SPARE.value)
     return torch.empty_like(feature), _laid_out(local), of_state, state.new_empty(heads)
 
@@ -231,10 +233,9 @@ def _features_gradient(ctx: Any, of_feature: Tensor | None, of_sums: Tensor | No
 
 
 def _recall_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: recomputation unpacks them a single time
-    (_, reads, kv_heads, *_), gate = saved[2].shape, saved[3]
-    of_feature, of_local, of_state, of_gate = _recall_backward(gradient, *saved, *ctx.settings)
-    of_state = of_state[:, of_state.shape[1] - reads :].unflatten(2, (kv_heads, -1)).sum(3)
+    feature, local, state, gate = ctx.saved_tensors  # once: recomputation unpacks them a single time
+    of_feature, of_local, of_state, of_gate = _recall_backward(gradient, feature, local, state, gate, *ctx.settings)
+    of_state = of_state[:, feature.shape[1] - state.shape[1] :].unflatten(2, (state.shape[2], -1)).sum(3)
     return of_feature, of_local, of_state, of_gate.to(gate.dtype), None, None
 
 

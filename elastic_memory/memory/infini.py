@@ -125,7 +125,7 @@ class InfiniMemory(Memory):
         with torch.autocast(key.device.type, enabled=False):
             values = _whole_blocks(value, size)
             if kernels is not None:
-                features, sums = kernels.features(_whole_blocks(key, size), self._features)
+                features, sums = kernels.features(_whole_blocks(key, size), self._real)
             else:
                 features = _whole_blocks(self._sigma(key), size)
                 sums = features.sum(3)
@@ -182,9 +182,9 @@ class InfiniMemory(Memory):
         if kernels is None:
             return None
         matrices, normalisers = (torch.stack(parts, dim=1) for parts in zip(*readings, strict=True))
-        features, _ = kernels.features(query, self._features)
+        features, _ = kernels.features(query, self._real)
         norm = self.memory_norm == "output"
-        return kernels.recall(features, local, matrices, normalisers, wide(self.gate), self._features, norm)
+        return kernels.recall(features, local, matrices, normalisers, wide(self.gate), self._real, norm)
 
     def _kernels(self, *tensors: Tensor) -> Any:
         """Kernels for these tensors, or None."""
@@ -198,7 +198,7 @@ class InfiniMemory(Memory):
         return infini
 
     @property
-    def _features(self) -> int:
+    def _real(self) -> int:
         """Of a head that are not padding."""
         return self.geometry.features or self.geometry.head_dim
 
@@ -210,7 +210,7 @@ class InfiniMemory(Memory):
         return feature * real_features(self.geometry.features, x.shape[-1], x.device)
 
     def _rms(self, x: Tensor) -> Tensor:
-        square = wide(x).square().sum(-1, keepdim=True) / self._features
+        square = wide(x).square().sum(-1, keepdim=True) / self._real
         return (x * (square + 1e-5).rsqrt()).to(x.dtype)
 
 

@@ -51,8 +51,7 @@ class Wavefront:
         """What leaves the last layer."""
         rows, memories = len(hidden), [layer.memory for layer in layers]
         stacks, shared = _stacks([dict(layer.named_parameters()) for layer in layers], hidden), _Shared(self.add)
-        # Each as far as it has come; all of one layout, as each layout would be compiled.
-        blocks = [*_own(hidden.unflatten(1, (-1, layers[0].locality.block_size)).transpose(0, 1)).unbind()]
+        blocks = [*_blocks(hidden, layers[0].locality.block_size)]  # each as far as it has come
         states = [memory.start(rows, hidden.device) for memory in memories]
         first = 0 if memories[0].reads_start else 1
         if first:  # block 0 reads nothing, so it waits for nobody and is of another shape
@@ -66,10 +65,11 @@ class Wavefront:
                 taken = [blocks[block] for block in turn]
                 output, written = self.run(self.template, shared.take(stacks, own), taken, rope, states[own])
                 # Apart again here: a compiled graph would hand out each gradient as large as all.
-                outputs, *parts = (_Apart.apply(self.join, rows, part) for part in (output, *written))
-                for index, block, own_output, state in zip(group, turn, outputs, zip(*parts, strict=True), strict=True):
+                outputs = _Apart.apply(self.join, rows, output)
+                parts = zip(*(part.split(rows) for part in written), strict=True)
+                for index, block, own_output, state in zip(group, turn, outputs, parts, strict=True):
                     blocks[block], states[index] = own_output, memories[index].cut(state, block + 1)
-        return torch.cat(blocks, dim=1)
+        return _Whole.apply(*blocks)
 
 
 def together(layers: int, tokens: int) -> int:
@@ -158,6 +158,7 @@ class _Shared:
         """The sums, if these were the last of them. What goes on is as precise as stacks are, sums are more so."""
         if number in self.come:  # again, after a pass that was not finished
             self.come, self.sums = set(), {}
+        self.come.add(number)
         given = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         for index, gradient in given.items():
             if index not in self.sums:
@@ -165,7 +166,6 @@ class _Shared:
                 self.sums[index] = gradient.new_zeros(shapes[index], dtype=precise)
         if given:
             self.accumulate([self.sums[index][own] for index in given], list(given.values()))
-        self.come.add(number)
         if len(self.come) < self.taken:
             return [None] * len(shapes)
         sums, self.come, self.sums = self.sums, set(), {}
@@ -193,6 +193,24 @@ class _Slices(torch.autograd.Function):
 def _add(sums: list[Tensor], gradients: list[Tensor]) -> None:
     for own, gradient in zip(sums, gradients, strict=True):
         own += gradient
+
+
+def _blocks(x: Float[Tensor, "batch token width"], size: int) -> tuple[Float[Tensor, "batch size width"], ...]:
+    """All of one layout, whatever the length of the sample, as each layout would be compiled."""
+    return _own(x.unflatten(1, (-1, size)).transpose(0, 1)).unbind()
+
+
+class _Whole(torch.autograd.Function):
+    """Blocks one after the other. Their gradients are blocks as well, not parts of a sample's."""
+
+    @staticmethod
+    def forward(ctx: Any, *blocks: Tensor) -> Tensor:
+        ctx.size = blocks[0].shape[1]
+        return torch.cat(blocks, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return _blocks(gradient, ctx.size)
 
 
 class _Apart(torch.autograd.Function):

@@ -1,10 +1,12 @@
 """Layers on a diagonal go together: the same numbers as one layer after the other."""
 
 import copy
+from functools import partial
 from itertools import chain
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from elastic_memory.memory import MEMORIES
@@ -77,25 +79,39 @@ def test_heads_padded_and_under_autocast(monkeypatch):
         assert ours <= 1.5 * theirs + 0.01 * size, name
 
 
-def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch):
+@pytest.mark.parametrize("last", [1, 4])
+def test_a_pass_that_failed_leaves_nothing_behind(last, monkeypatch):
     model, _ = wave_model("melodi", monkeypatch, num_hidden_layers=3)
     model.double()
     loss = model(ids := torch.ones(1, 40, dtype=torch.long), labels=ids).loss
-    add, calls = wavefront._Shared.add, []
-
-    def fails(*args):
-        calls.append(args)
-        if len(calls) == 4:
-            raise MemoryError
-        return add(*args)
-
     weight = model.model.layers[1].mlp.up_proj.weight
     once = torch.autograd.grad(loss, weight, retain_graph=True)[0]
-    with monkeypatch.context() as patch:
-        patch.setattr(wavefront._Shared, "add", fails)
-        with pytest.raises(MemoryError):
-            torch.autograd.grad(loss, weight, retain_graph=True)
+    calls = []
+
+    def fails(add, sums, gradients):
+        add(sums, gradients)
+        calls.append(len(sums))
+        if len(calls) == last:
+            raise MemoryError
+
+    for function in _functions(loss.grad_fn):
+        if isinstance(shared := getattr(function, "shared", None), wavefront._Shared):
+            shared.accumulate = partial(fails, wavefront._add)
+    with pytest.raises(MemoryError):
+        torch.autograd.grad(loss, weight, retain_graph=True)
+    last = 0
     torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], once, atol=1e-12, rtol=1e-10)
+
+
+def _functions(function):
+    """All that a gradient goes through."""
+    found, rest = set(), [function]
+    while rest:
+        one = rest.pop()
+        if one is not None and one not in found:
+            found.add(one)
+            rest += [before for before, _ in one.next_functions]
+    return found
 
 
 def test_one_graph_may_be_gone_through_again(monkeypatch):
@@ -187,8 +203,9 @@ def test_layers_are_those_that_the_model_has_now(monkeypatch):
 
 
 @pytest.mark.parametrize("trained", ["all", "memory", "mlp.up_proj", "layers.3.", "none"])
-def test_compiled_waves_train_what_is_to_be_trained(trained):
-    """Evaluated too, at several lengths, and by a copy with weights of its own."""
+def test_compiled_waves_train_what_is_to_be_trained(trained, monkeypatch):
+    """Evaluated too, at several lengths, and by a copy with weights of its own; two layers hand on to two others."""
+    monkeypatch.setattr(wavefront, "TOKENS", 32)
     model = small_model("melodi", memory_layers=None, num_hidden_layers=4).double().train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained == "all" or trained in name)
@@ -212,6 +229,27 @@ def test_compiled_waves_train_what_is_to_be_trained(trained):
                 one.model.layers[2].mlp.up_proj.weight.mul_(1.5)
             for length in (24, 40):
                 torch.testing.assert_close(again(ids[:, :length]).logits, twin(ids[:, :length]).logits)
+    torch._dynamo.reset()
+
+
+def test_other_lengths_need_no_other_graphs(monkeypatch):
+    """And so few that torch does not complain."""
+    counters = {}
+
+    def counted(function, **options):
+        counters[function.__name__] = counter = CompileCounterWithBackend("aot_eager")
+        return torch.compile(function, backend=counter, dynamic=False, fullgraph=True)
+
+    monkeypatch.setattr(wavefront, "TOKENS", 32)
+    monkeypatch.setattr(wavefront, "compiled", counted)
+    model = small_model("melodi", memory_layers=None, num_hidden_layers=8).train()
+    model.model.wavefront = Wavefront(model.model.layers[0])
+    found = []
+    for blocks in (8, 5, 11):
+        ids = torch.ones(1, 8 * blocks, dtype=torch.long)
+        model(ids, labels=ids).loss.backward()
+        found.append({name: counter.frame_count for name, counter in counters.items()})
+    assert found[0] == found[1] == found[2] == {"_together": 3, "_add": 3, "_join": 4}
     torch._dynamo.reset()
 
 
