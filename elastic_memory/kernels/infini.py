@@ -50,7 +50,9 @@ def recall(
     norm: bool,
 ) -> Float[Tensor, "batch block head token dim"]:
     """local + g (sigma(q) M / sigma(q) z - local), what is read normalised if `norm`; first blocks without M: local."""
-    return _recall(feature, local, _with_column(matrix, normaliser), gate, real, norm)
+    (blocks, heads), (reads, kv_heads) = feature.shape[1:3], matrix.shape[1:3]
+    known = _with_column(matrix, normaliser).repeat_interleave(heads // kv_heads, dim=2)
+    return _recall(feature, local, F.pad(known, (0, 0) * 3 + (blocks - reads, 0)), gate, blocks - reads, real, norm)
 
 
 def fold(
@@ -65,6 +67,7 @@ def fold(
     return _fold(feature, value, normaliser)
 
 
+# What is made of matrices is made by plain code outside of operations, which a compiler joins.
 def _with_column(matrix: Tensor, normaliser: Tensor) -> Tensor:
     return torch.cat((matrix, F.pad(normaliser[..., None], (0, SPARE.value - 1))), dim=-1)
 
@@ -91,12 +94,6 @@ def _times(left: Tensor, right: Tensor, wide: bool = False) -> Tensor:
     return product.unflatten(0, shape)
 
 
-def _known(feature: Tensor, state: Tensor) -> Tensor:
-    """[M, z] for each head of each block, as narrow as features; zeros where nothing is read."""
-    missing = (0, 0, 0, 0, 0, 0, feature.shape[1] - state.shape[1], 0)
-    return F.pad(state.to(feature.dtype).repeat_interleave(feature.shape[2] // state.shape[2], dim=2), missing)
-
-
 @torch.library.custom_op("elastic_memory::infini_features", mutates_args=())
 def _features(x: Tensor, real: int) -> tuple[Tensor, Tensor]:
     x, (batch, blocks, heads, tokens, dim) = _strided(x), x.shape
@@ -110,35 +107,35 @@ def _features(x: Tensor, real: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("elastic_memory::infini_recall", mutates_args=())
-def _recall(feature: Tensor, local: Tensor, state: Tensor, gate: Tensor, real: int, norm: bool) -> Tensor:
+def _recall(feature: Tensor, local: Tensor, known: Tensor, gate: Tensor, first: int, real: int, norm: bool) -> Tensor:
+    """`known`: [M, z] for each head of each block, zeros before the `first` that reads."""
     local, mixed = _strided(local), _laid_out(local)
     batch, blocks, heads, tokens, dim = local.shape
-    product = _times(feature, _known(feature, state))
+    product = _times(feature, known.to(feature.dtype))
     with torch.cuda.device_of(local):
         _combine[(batch * blocks * heads, triton.cdiv(tokens, TILE))](
-            local, product, gate, mixed, *local.stride()[:4], *mixed.stride()[:4], blocks, heads,
-            blocks - state.shape[1], tokens, NORM=norm, REAL=real, **_sizes(dim),
+            local, product, gate, mixed, *local.stride()[:4], *mixed.stride()[:4], blocks, heads, first, tokens,
+            NORM=norm, REAL=real, **_sizes(dim),
         )  # fmt: skip
     return mixed
 
 
 @torch.library.custom_op("elastic_memory::infini_recall_backward", mutates_args=())
 def _recall_backward(
-    gradient: Tensor, feature: Tensor, local: Tensor, state: Tensor, gate: Tensor, real: int, norm: bool
+    gradient: Tensor, feature: Tensor, local: Tensor, known: Tensor, gate: Tensor, first: int, real: int, norm: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients; of matrix and normaliser for each block and head."""
     gradient, local, of_local = _strided(gradient), _strided(local), _laid_out(local)
     batch, blocks, heads, tokens, dim = local.shape
-    known, tiles = _known(feature, state), triton.cdiv(tokens, TILE)
-    product, of_gate = _times(feature, known), state.new_empty(batch, blocks, heads, tiles)
+    narrow, tiles = known.to(feature.dtype), triton.cdiv(tokens, TILE)
+    product, of_gate = _times(feature, narrow), known.new_empty(batch, blocks, heads, tiles)
     of_product = torch.empty_like(product)
     with torch.cuda.device_of(local):
         _slopes[(batch * blocks * heads, tiles)](
             gradient, local, product, gate, of_local, of_product, of_gate, *gradient.stride()[:4], *local.stride()[:4],
-            *of_local.stride()[:4], blocks, heads, blocks - state.shape[1], tokens, NORM=norm, REAL=real, **_sizes(dim),
+            *of_local.stride()[:4], blocks, heads, first, tokens, NORM=norm, REAL=real, **_sizes(dim),
         )  # fmt: skip
-    of_state = _times(feature.mT, of_product, wide=True)
-    return _times(of_product, known.mT), of_local, of_state, of_gate.sum((0, 1, 3))
+    of_known = _times(feature.mT, of_product, wide=True)
+    return _times(of_product, narrow.mT), of_local, of_known, of_gate.sum((0, 1, 3))
 
 
 @torch.library.custom_op("elastic_memory::infini_fold", mutates_args=())
@@ -156,17 +153,12 @@ def _fold(feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, T
 
 
 @torch.library.custom_op("elastic_memory::infini_fold_backward", mutates_args=())
-def _fold_backward(
-    of_added: Tensor, of_known: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients. G is symmetric in what it is made of: its gradient comes twice."""
+def _fold_backward(slopes: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`slopes`: gradients of U and, twice, of G, and z, for all blocks."""
     normaliser = normaliser.contiguous()
     batch, blocks, heads, tokens, dim = feature.shape
     folded, tiles = normaliser.shape[1], triton.cdiv(tokens, TILE)
-    missing = (0, 0, 0, 0, 0, 0, 0, blocks - folded)
-    twice = _with_column(of_known + of_known.mT, normaliser)
-    of_added, twice = (F.pad(x.to(feature.dtype), missing) for x in (of_added, twice))
-    product = _times(feature, torch.cat((of_added, twice), dim=-1))
+    product, of_added = _times(feature, slopes), slopes[..., :dim]
     # Head after head, as those of a token stand side by side: values of whole blocks are not copied.
     through_added = feature.new_empty(heads, batch, blocks, tokens, dim)
     for head, own in enumerate(through_added):
@@ -192,10 +184,8 @@ def _(feature: Tensor, local: Tensor, *_: Any) -> Tensor:
 
 
 @_recall_backward.register_fake
-def _(gradient: Tensor, feature: Tensor, local: Tensor, state: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    (batch, blocks, heads), dim = feature.shape[:3], feature.shape[-1]
-    of_state = state.new_empty(batch, blocks, heads, dim, dim + SPARE.value)
-    return torch.empty_like(feature), _laid_out(local), of_state, state.new_empty(heads)
+def _(gradient: Tensor, feature: Tensor, local: Tensor, known: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(feature), _laid_out(local), known.new_empty(known.shape), known.new_empty(feature.shape[2])
 
 
 @_fold.register_fake
@@ -205,11 +195,8 @@ def _(feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tenso
 
 
 @_fold_backward.register_fake
-def _(
-    of_added: Tensor, of_known: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    dim = feature.shape[-1]
-    of_value = value.new_empty(*feature.shape[:-1], 2 * dim + SPARE.value)[..., :dim]
+def _(slopes: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    of_value = value.new_empty(*feature.shape[:-1], slopes.shape[-1])[..., : feature.shape[-1]]
     return torch.empty_like(feature), of_value, normaliser.new_empty(normaliser.shape)
 
 
@@ -233,14 +220,17 @@ def _features_gradient(ctx: Any, of_feature: Tensor | None, of_sums: Tensor | No
 
 
 def _recall_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    feature, local, state, gate = ctx.saved_tensors  # once: recomputation unpacks them a single time
-    of_feature, of_local, of_state, of_gate = _recall_backward(gradient, feature, local, state, gate, *ctx.settings)
-    of_state = of_state[:, feature.shape[1] - state.shape[1] :].unflatten(2, (state.shape[2], -1)).sum(3)
-    return of_feature, of_local, of_state, of_gate.to(gate.dtype), None, None
+    saved = ctx.saved_tensors  # once: recomputation unpacks them a single time
+    *others, of_gate = _recall_backward(gradient, *saved, *ctx.settings)
+    return *others, of_gate.to(saved[-1].dtype), None, None, None
 
 
 def _fold_gradients(ctx: Any, of_added: Tensor, of_known: Tensor) -> tuple[Tensor | None, ...]:
-    return _fold_backward(of_added, of_known, *ctx.saved_tensors)
+    """G is symmetric in what it is made of: its gradient comes twice. Blocks that are not folded have none."""
+    feature, value, normaliser = ctx.saved_tensors
+    slopes = _with_column(torch.cat((of_added, of_known + of_known.mT), dim=-1), normaliser)
+    missing = (0, 0) * 3 + (0, feature.shape[1] - normaliser.shape[1])
+    return _fold_backward(F.pad(slopes, missing).to(feature.dtype), feature, value, normaliser)
 
 
 _features.register_autograd(_features_gradient, setup_context=_remember_features)

@@ -56,13 +56,12 @@ def main() -> None:
     for dim, features in ((64, 64), (96, 90), (128, 128)):
         tokens = make(1, 2, 8, 2048, dim)  # [batch, block, head, token, dim]
         infini._features(tokens, features)
-        known, gate = torch.zeros(1, 1, 8, dim, dim + infini.SPARE.value), torch.zeros(8)
+        known, gate = torch.zeros(1, 2, 8, dim, dim + infini.SPARE.value), torch.zeros(8)
         for norm in (True, False):
-            infini._recall(tokens, tokens, known, gate, features, norm)
-            infini._recall_backward(tokens, tokens, tokens, known, gate, features, norm)
-        state = torch.zeros(1, 1, 8, dim, dim)
-        infini._fold(tokens, tokens, state[..., 0])
-        infini._fold_backward(state, state, tokens, tokens, state[..., 0])
+            infini._recall(tokens, tokens, known, gate, 1, features, norm)
+            infini._recall_backward(tokens, tokens, tokens, known, gate, 1, features, norm)
+        infini._fold(tokens, tokens, known[:, :1, ..., 0])
+        infini._fold_backward(make(1, 2, 8, dim, 2 * dim + infini.SPARE.value), tokens, tokens, known[:, :1, ..., 0])
     cross_entropy.losses(make(8, 32000), torch.zeros(8, dtype=torch.int64), True)
     wide = partial(torch.zeros, dtype=torch.float64)
     sweeps.climb(wide(100, 64), wide(64), 2)

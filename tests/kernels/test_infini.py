@@ -21,6 +21,7 @@ CASES = [
     pytest.param("cpu", torch.float32, marks=interpreted),
     pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
 ]
+PROMISES = ("test_schema", "test_faketensor")  # of operations without gradients
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -144,17 +145,21 @@ def test_a_model_trains_alike(options, road, ids, monkeypatch):
 def test_operations_keep_their_promises():
     """Shapes, types and strides of what a compiler is told, for views as layers make them."""
     tokens = draw(1, 3, 40, 2, 6).transpose(2, 3).requires_grad_()
-    matrix, normaliser = draw(1, 2, 1, 6, 6).requires_grad_(), draw(1, 2, 1, 6).abs().requires_grad_()
     gate = draw(2).requires_grad_()
     torch.library.opcheck(infini._features, (tokens, 4))
     feature, _ = infini.features(tokens, 4)
     feature = feature.detach().requires_grad_()
-    state = infini._with_column(matrix, normaliser).detach().requires_grad_()
-    torch.library.opcheck(infini._recall, (feature, tokens, state, gate, 4, True))
+    known = draw(1, 3, 2, 6, 6 + infini.SPARE.value).requires_grad_()
+    torch.library.opcheck(infini._recall, (feature, tokens, known, gate, 1, 4, True))
+    torch.library.opcheck(
+        infini._recall_backward, (tokens, feature, tokens, known, gate, 1, 4, True), test_utils=PROMISES
+    )
     keys = draw(1, 2, 20, 2, 6).transpose(2, 3).requires_grad_()
     feature = draw(*keys.shape).abs().requires_grad_()
     for folded in (1, 2):
-        torch.library.opcheck(infini._fold, (feature, keys, draw(1, folded, 2, 6).abs().requires_grad_()))
+        normaliser, slopes = draw(1, folded, 2, 6).abs().requires_grad_(), draw(1, 2, 2, 6, 12 + infini.SPARE.value)
+        torch.library.opcheck(infini._fold, (feature, keys, normaliser))
+        torch.library.opcheck(infini._fold_backward, (slopes, feature, keys, normaliser), test_utils=PROMISES)
 
 
 @interpreted
