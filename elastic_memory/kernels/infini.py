@@ -67,6 +67,13 @@ def fold(
     return _fold(feature, value, normaliser)
 
 
+def chain(
+    known: Float[Tensor, "batch folded head dim dim"], added: Float[Tensor, "batch folded head dim dim"]
+) -> Float[Tensor, "batch folded head dim dim"]:
+    """M <- (I - G) M + U, from zeros on: all the matrices on the way."""
+    return _chain(known, added)
+
+
 # What is made of matrices is made by plain code outside of operations, which a compiler joins.
 def _with_column(matrix: Tensor, normaliser: Tensor) -> Tensor:
     return torch.cat((matrix, F.pad(normaliser[..., None], (0, SPARE.value - 1))), dim=-1)
@@ -173,6 +180,41 @@ def _fold_backward(slopes: Tensor, feature: Tensor, value: Tensor, normaliser: T
     return of_feature, product[..., :dim], of_normaliser.sum(3)
 
 
+@torch.library.custom_op("elastic_memory::infini_chain", mutates_args=())
+def _chain(known: Tensor, added: Tensor) -> Tensor:
+    return _links(known, added, back=False)
+
+
+@torch.library.custom_op("elastic_memory::infini_chain_backward", mutates_args=())
+def _chain_backward(gradient: Tensor, known: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """What reaches a matrix, and so U, goes on to the one before by (I - G)^T: the same chain, from its end on."""
+    of_added = _links(known, gradient, back=True)
+    before = F.pad(matrices[:, :-1], (0, 0) * 3 + (1, 0))
+    return -_times(of_added, before.mT), of_added
+
+
+def _links(known: Tensor, added: Tensor, back: bool) -> Tensor:
+    known, added = known.contiguous(), added.contiguous()
+    (batch, count, heads, dim, _), sizes = known.shape, _sizes(known.shape[-1])
+    matrices, columns = torch.empty_like(added), 16
+    with torch.cuda.device_of(known):
+        _links_kernel[(batch * heads, triton.cdiv(dim, columns))](
+            known, added, matrices, heads, count, BACK=back, COLUMNS=columns, DIM=dim, WIDTH=sizes["WIDTH"],
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return matrices
+
+
+@_chain.register_fake
+def _(known: Tensor, added: Tensor) -> Tensor:
+    return added.new_empty(added.shape)
+
+
+@_chain_backward.register_fake
+def _(gradient: Tensor, known: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+    return known.new_empty(known.shape), known.new_empty(known.shape)
+
+
 @_features.register_fake
 def _(x: Tensor, real: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(*x.shape[:3], x.shape[4], dtype=torch.float32)
@@ -233,6 +275,15 @@ def _fold_gradients(ctx: Any, of_added: Tensor, of_known: Tensor) -> tuple[Tenso
     return _fold_backward(F.pad(slopes, missing).to(feature.dtype), feature, value, normaliser)
 
 
+def _remember_chain(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _chain_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return _chain_backward(gradient, *ctx.saved_tensors)
+
+
+_chain.register_autograd(_chain_gradients, setup_context=_remember_chain)
 _features.register_autograd(_features_gradient, setup_context=_remember_features)
 _recall.register_autograd(_recall_gradients, setup_context=_remember)
 _fold.register_autograd(_fold_gradients, setup_context=_remember)
@@ -394,3 +445,27 @@ def _key_slopes(
     of_z = tl.sum(wide * of_weight[:, None], 0)
     tile = own_row * tl.num_programs(1) + tl.program_id(1)
     tl.store(of_normaliser + tile * DIM + column, of_z, mask=(column < DIM) & there)
+
+
+@triton.jit
+def _links_kernel(
+    known, added, matrices, heads, count,
+    BACK: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a head's matrices, which need no others. Backwards it is the next one's G, transposed."""
+    row = tl.program_id(0).to(tl.int64)
+    line, column = tl.arange(0, WIDTH), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (line < DIM)[:, None] & (column < DIM)[None, :]
+    square = (line < DIM)[:, None] & (line < DIM)[None, :]
+    of_known = line[None, :] * DIM + line[:, None] if BACK else line[:, None] * DIM + line[None, :]
+    matrix = tl.zeros([WIDTH, COLUMNS], tl.float32)
+    for step in range(count):
+        index = count - 1 - step if BACK else step
+        other = tl.minimum(index + 1, count - 1) if BACK else index  # at the end there is no matrix yet
+        at = (row // heads * count + index) * heads + row % heads
+        other_at = (row // heads * count + other) * heads + row % heads
+        own = tl.load(known + other_at * DIM * DIM + of_known, mask=square, other=0.0)
+        place = at * DIM * DIM + line[:, None] * DIM + column[None, :]
+        more = tl.load(added + place, mask=inside, other=0.0)
+        matrix += more - tl.dot(own, matrix)  # in TF32, as training has products of float32
+        tl.store(matrices + place, matrix, mask=inside)

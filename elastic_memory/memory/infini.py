@@ -138,6 +138,9 @@ class InfiniMemory(Memory):
             before = torch.stack(normalisers[:-1], dim=1) if blocks else None
             if kernels is not None and self.update == "delta" and before is not None:
                 updates, known = kernels.fold(features, values, before)
+                if self.detach_every is None:
+                    matrices = kernels.chain(known, updates).unbind(1)
+                    return [*readings, *zip(matrices, normalisers[1:], strict=True)]
             else:
                 features, values = features[:, :blocks], values[:, :blocks]
                 updates = _product(features.mT, values, key.dtype)

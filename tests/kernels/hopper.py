@@ -60,6 +60,8 @@ def main() -> None:
         for norm in (True, False):
             infini._recall(tokens, tokens, known, gate, 1, features, norm)
             infini._recall_backward(tokens, tokens, tokens, known, gate, 1, features, norm)
+        infini._chain(known[..., :dim], known[..., :dim])
+        infini._chain_backward(known[..., :dim], known[..., :dim], known[..., :dim])
         infini._fold(tokens, tokens, known[:, :1, ..., 0])
         infini._fold_backward(make(1, 2, 8, dim, 2 * dim + infini.SPARE.value), tokens, tokens, known[:, :1, ..., 0])
     cross_entropy.losses(make(8, 32000), torch.zeros(8, dtype=torch.int64), True)

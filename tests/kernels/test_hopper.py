@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 LAUNCHED = {
     "_features_kernel", "_combine", "_slopes", "_fold_kernel", "_key_slopes", "_losses", "_climb", "_column",
-    "_project", "_attend", "_merge", "_expand", "_contract",
+    "_links_kernel", "_project", "_attend", "_merge", "_expand", "_contract",
 }  # fmt: skip
 
 

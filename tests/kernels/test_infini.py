@@ -98,6 +98,20 @@ def test_fold(folded, blocks, heads, tokens, dim, features, device, dtype):
 
 
 @pytest.mark.parametrize(("device", "dtype"), CASES)
+@pytest.mark.parametrize(("count", "dim"), [(1, 16), (4, 24), (2, 96)])
+def test_chain(count, dim, device, dtype):
+    known, added = ((0.2 * draw(2, count, 2, dim, dim)).to(device).requires_grad_() for _ in range(2))
+
+    def slow(known, added):
+        matrices = [torch.zeros_like(added[:, 0])]
+        for own, more in zip(known.unbind(1), added.unbind(1), strict=True):
+            matrices.append(matrices[-1] - own @ matrices[-1] + more)
+        return (torch.stack(matrices[1:], dim=1),)
+
+    compare(lambda *inputs: (infini.chain(*inputs),), slow, (known, added), dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES)
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize(("tokens", "dim", "features"), [(70, 24, 20), (5, 96, 90), (64, 2, 2)])
 def test_features(tokens, dim, features, used, device, dtype):
@@ -154,6 +168,9 @@ def test_operations_keep_their_promises():
     torch.library.opcheck(
         infini._recall_backward, (tokens, feature, tokens, known, gate, 1, 4, True), test_utils=PROMISES
     )
+    known, added = draw(1, 3, 2, 6, 6).requires_grad_(), draw(1, 3, 2, 6, 6).mT.requires_grad_()
+    torch.library.opcheck(infini._chain, (known, added))
+    torch.library.opcheck(infini._chain_backward, (added, known, known), test_utils=PROMISES)
     keys = draw(1, 2, 20, 2, 6).transpose(2, 3).requires_grad_()
     feature = draw(*keys.shape).abs().requires_grad_()
     for folded in (1, 2):
