@@ -6,7 +6,6 @@ from collections import Counter
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,8 @@ from elastic_memory.data import parts, sources
 from elastic_memory.data.corpora import find_parts
 from elastic_memory.data.parts import file_parts
 from elastic_memory.data.tokenizers import Skip
+
+zstandard = pytest.importorskip("zstandard", reason="comes with the data extra")
 
 documents = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=1, max_size=30)
 
