@@ -291,3 +291,11 @@ def test_the_command_lists_and_passes_on(tmp_path, monkeypatch, capsys):
         command.reproduce("signals", data=tmp_path, out=tmp_path)
     with pytest.raises(FileNotFoundError, match=f"rows in {tmp_path}/proof-pile"):
         command.reproduce("corruption", data=tmp_path, out=tmp_path)
+
+
+def test_cells_of_several_commits_are_told_apart():
+    speed = command.load("speed")
+    cells = {"Transformer++|1x": {"commit": "a"}, "Melodi|1x": {"commit": "a"}, "Melodi|2x": {"commit": "a"}}
+    assert speed._measured_at(cells) == "a"
+    cells |= {"Melodi|400m": {"commit": "b"}, "Infini-Transformer|1x": {"commit": "b"}}
+    assert speed._measured_at(cells) == "a (Transformer++, Melodi at 1x 2x); b (Infini-Transformer, Melodi at 400m)"

@@ -1,8 +1,8 @@
 """Compile models before they are timed, several at a time.
 
 Layers that are alike share what is compiled for them, and torch keeps it on disk. So a process that runs two layers of
-a model once, or as many as go together, leaves what the whole model needs: half a minute to a minute each, where timing
-takes seconds.
+a model once, or as many as go together, leaves what the whole model needs (of those that go together, all but a join of
+gradients): half a minute to a minute and a half each, where timing takes seconds.
 """
 
 import json

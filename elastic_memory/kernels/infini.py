@@ -27,10 +27,9 @@ from elastic_memory.shapes import Float, Tensor
 
 EPSILON = tl.constexpr(1e-6)  # of normalisers
 NORM_EPSILON = tl.constexpr(1e-5)
-SPARE = tl.constexpr(
-    8
-)  # columns for z, which needs one: if rows of heads begin where 16 bytes do, those of products too
+SPARE = tl.constexpr(8)  # columns for z, which needs one: rows then begin where 16 bytes do, if those of heads do
 TILE, LONG_TILE = 32, 64  # tokens of a program, as an H200 likes them; long where features are made or folded
+COLUMNS = 16  # of a matrix, where one program goes from block to block
 
 
 def features(
@@ -79,8 +78,12 @@ def _with_column(matrix: Tensor, normaliser: Tensor) -> Tensor:
     return torch.cat((matrix, F.pad(normaliser[..., None], (0, SPARE.value - 1))), dim=-1)
 
 
+def _width(dim: int) -> dict[str, int]:
+    return {"DIM": dim, "WIDTH": max(16, triton.next_power_of_2(dim)), "num_warps": 4}
+
+
 def _sizes(dim: int, tile: int = TILE) -> dict[str, int]:
-    return {"DIM": dim, "WIDTH": max(16, triton.next_power_of_2(dim)), "TILE": tile, "num_warps": 4}
+    return _width(dim) | {"TILE": tile}
 
 
 def _laid_out(x: Tensor) -> Tensor:
@@ -195,13 +198,11 @@ def _chain_backward(gradient: Tensor, known: Tensor, matrices: Tensor) -> tuple[
 
 def _links(known: Tensor, added: Tensor, back: bool) -> Tensor:
     known, added = known.contiguous(), added.contiguous()
-    (batch, count, heads, dim, _), sizes = known.shape, _sizes(known.shape[-1])
-    matrices, columns = torch.empty_like(added), 16
+    (batch, count, heads, dim, _), matrices = known.shape, torch.empty_like(added)
     with torch.cuda.device_of(known):
-        _links_kernel[(batch * heads, triton.cdiv(dim, columns))](
-            known, added, matrices, heads, count, BACK=back, COLUMNS=columns, DIM=dim, WIDTH=sizes["WIDTH"],
-            num_warps=4, num_stages=2,
-        )  # fmt: skip
+        _links_kernel[(batch * heads, triton.cdiv(dim, COLUMNS))](
+            known, added, matrices, heads, count, BACK=back, COLUMNS=COLUMNS, num_stages=2, **_width(dim)
+        )
     return matrices
 
 
@@ -252,12 +253,12 @@ def _remember_features(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -
     ctx.save_for_backward(output[0])
 
 
-def _features_gradient(ctx: Any, of_feature: Tensor | None, of_sums: Tensor | None) -> tuple[Tensor | None, None]:
+def _features_gradient(ctx: Any, of_feature: Tensor | None, of_sums: Tensor | None) -> tuple[Tensor, None]:
     """Plain code, which a compiler joins with what comes next. The slope is the feature where that is below 1."""
     (feature,) = ctx.saved_tensors
-    if of_sums is None:
-        return None if of_feature is None else of_feature * feature.clamp(max=1), None
-    slope = of_sums[..., None, :] if of_feature is None else of_feature + of_sums[..., None, :]
+    slope: Any = 0 if of_feature is None else of_feature
+    if of_sums is not None:
+        slope = slope + of_sums[..., None, :]
     return (slope * feature.clamp(max=1)).to(feature.dtype), None
 
 

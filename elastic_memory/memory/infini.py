@@ -138,7 +138,7 @@ class InfiniMemory(Memory):
             before = torch.stack(normalisers[:-1], dim=1) if blocks else None
             if kernels is not None and self.update == "delta" and before is not None:
                 updates, known = kernels.fold(features, values, before)
-                if self.detach_every is None:
+                if self.detach_every is None:  # a cut would end gradients inside the chain
                     matrices = kernels.chain(known, updates).unbind(1)
                     return [*readings, *zip(matrices, normalisers[1:], strict=True)]
             else:
