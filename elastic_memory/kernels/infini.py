@@ -1,14 +1,14 @@
 """Infini-Transformer's memory in training: what all blocks read and what they add.
 
 Plain code passes over queries, keys, values and what is read a dozen times in float32. Here tokens are as narrow as
-activations: products are torch's, and what stands between two of them is one kernel that reads and writes each number
-once; what is divided and normalised exists only inside. With the products inside too there would be fewer passes,
-but matrices of a head leave a kernel so few registers that it waits for memory instead of keeping it busy. Where a
-block is summed up it pays, as little is written. Operations of their own, so that compiled graphs can hold them.
+activations, and kernels read and write each of them once: what is divided and normalised exists only inside, and so do
+products with a head's matrices. These take 64 tokens at a time: then Hopper's tensor cores have the matrices in shared
+memory and a row in one warp, where fewer tokens leave a kernel so few registers that it waits for memory instead of
+keeping it busy. A matrix that is summed up needs them all, in a kernel of its own. Operations of their own, so that
+compiled graphs can hold them.
 
-Weights sigma(x) z are products as well: z is one more column of the matrix that sigma(x) is multiplied by. A program
-takes some tokens of one block in one head, or all where it sums them up. Tensors of others may be strided, except along
-the last axis; those in between are contiguous, a block of a head after the other.
+A program takes some tokens of one block in one head, or all where it sums them up. Tensors of tokens may be strided,
+except along the last axis; gradients have heads of a token side by side, as projections want them.
 
 Torch keeps compiled graphs on disk and knows operations by name: one that comes to mean something else needs another.
 """
@@ -27,16 +27,9 @@ from elastic_memory.shapes import Float, Tensor
 
 EPSILON = tl.constexpr(1e-6)  # of normalisers
 NORM_EPSILON = tl.constexpr(1e-5)
-SPARE = tl.constexpr(8)  # columns for z, which needs one: rows then begin where 16 bytes do, if those of heads do
-TILE, LONG_TILE = 32, 64  # tokens of a program, as an H200 likes them; long where features are made or folded
+TILE = 64  # tokens at a time
+CHUNK = 1024  # tokens of a program
 COLUMNS = 16  # of a matrix, where one program goes from block to block
-
-
-def features(
-    x: Float[Tensor, "batch block head token dim"], real: int
-) -> tuple[Float[Tensor, "batch block head token dim"], Float[Tensor, "batch block head dim"]]:
-    """sigma(x), zero beyond the `real` features of a head, and its sums over tokens."""
-    return _features(x, real)
 
 
 def recall(
@@ -48,10 +41,16 @@ def recall(
     real: int,
     norm: bool,
 ) -> Float[Tensor, "batch block head token dim"]:
-    """local + g (sigma(q) M / sigma(q) z - local), what is read normalised if `norm`; first blocks without M: local."""
+    """local + g (sigma(q) M / sigma(q) z - local), what is read normalised if `norm`; first blocks without M: local.
+
+    `feature` is sigma(q), zero beyond the `real` features of a head.
+    """
     (blocks, heads), (reads, kv_heads) = feature.shape[1:3], matrix.shape[1:3]
-    known = _with_column(matrix, normaliser).repeat_interleave(heads // kv_heads, dim=2)
-    return _recall(feature, local, F.pad(known, (0, 0) * 3 + (blocks - reads, 0)), gate, blocks - reads, real, norm)
+    # What is made of matrices is made by plain code, which a compiler joins.
+    matrix, normaliser = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (matrix, normaliser))
+    first = blocks - reads
+    matrix, normaliser = F.pad(matrix, (0, 0) * 3 + (first, 0)), F.pad(normaliser, (0, 0) * 2 + (first, 0))
+    return _recall(feature, local, matrix, normaliser, gate, first, real, norm)
 
 
 def fold(
@@ -73,21 +72,21 @@ def chain(
     return _chain(known, added)
 
 
-# What is made of matrices is made by plain code outside of operations, which a compiler joins.
-def _with_column(matrix: Tensor, normaliser: Tensor) -> Tensor:
-    return torch.cat((matrix, F.pad(normaliser[..., None], (0, SPARE.value - 1))), dim=-1)
+def _sizes(dim: int) -> dict[str, int]:
+    return {"DIM": dim, "WIDTH": max(16, triton.next_power_of_2(dim))}
 
 
-def _width(dim: int) -> dict[str, int]:
-    return {"DIM": dim, "WIDTH": max(16, triton.next_power_of_2(dim)), "num_warps": 4}
+def _tiles(dim: int) -> dict[str, int]:
+    return _sizes(dim) | {"TILE": TILE, "CHUNK": CHUNK, "num_warps": 4, "num_stages": 1}
 
 
-def _sizes(dim: int, tile: int = TILE) -> dict[str, int]:
-    return _width(dim) | {"TILE": tile}
+def _summing(dim: int) -> dict[str, int]:
+    # As many warps as on Hopper keep two matrices in registers.
+    return _sizes(dim) | {"TILE": TILE, "num_warps": 8, "num_stages": 3}
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """[batch, block, head, token, dim], heads of a token side by side as projections want them."""
+    """[batch, block, head, token, dim], heads of a token side by side."""
     batch, blocks, heads, tokens, dim = x.shape
     return x.new_empty(batch, blocks, tokens, heads, dim).transpose(2, 3)
 
@@ -96,91 +95,75 @@ def _strided(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _times(left: Tensor, right: Tensor, wide: bool = False) -> Tensor:
-    """Products of matrices, one for each block of a head; in float32 if `wide`."""
-    left, right, shape = left.flatten(0, 2), right.flatten(0, 2), left.shape[:3]
-    # On GPUs alone torch makes float32 of narrower numbers; the interpreter's are that wide.
-    product = torch.bmm(left, right, out_dtype=torch.float32) if wide and left.is_cuda else torch.bmm(left, right)
-    return product.unflatten(0, shape)
-
-
-@torch.library.custom_op("elastic_memory::infini_features", mutates_args=())
-def _features(x: Tensor, real: int) -> tuple[Tensor, Tensor]:
-    x, (batch, blocks, heads, tokens, dim) = _strided(x), x.shape
-    tiles = triton.cdiv(tokens, LONG_TILE)
-    result, sums = x.new_empty(x.shape), x.new_empty(batch, blocks, heads, tiles, dim, dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        _features_kernel[(batch * blocks * heads, tiles)](
-            x, result, sums, *x.stride()[:4], blocks, heads, tokens, REAL=real, **_sizes(dim, LONG_TILE)
-        )
-    return result, sums.sum(3)
-
-
 @torch.library.custom_op("elastic_memory::infini_recall", mutates_args=())
-def _recall(feature: Tensor, local: Tensor, known: Tensor, gate: Tensor, first: int, real: int, norm: bool) -> Tensor:
-    """`known`: [M, z] for each head of each block, zeros before the `first` that reads."""
-    local, mixed = _strided(local), _laid_out(local)
+def _recall(
+    feature: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, first: int, real: int, norm: bool
+) -> Tensor:
+    """`matrix` and `normaliser` are of each head of each block, zeros before the `first` that reads."""
+    feature, local, mixed = _strided(feature), _strided(local), _laid_out(local)
     batch, blocks, heads, tokens, dim = local.shape
-    product = _times(feature, known.to(feature.dtype))
     with torch.cuda.device_of(local):
-        _combine[(batch * blocks * heads, triton.cdiv(tokens, TILE))](
-            local, product, gate, mixed, *local.stride()[:4], *mixed.stride()[:4], blocks, heads, first, tokens,
-            NORM=norm, REAL=real, **_sizes(dim),
+        _recall_kernel[(batch * blocks * heads, triton.cdiv(tokens, CHUNK))](
+            feature, local, matrix.contiguous(), normaliser.contiguous(), gate, mixed, *feature.stride()[:4],
+            *local.stride()[:4], *mixed.stride()[:4], blocks, heads, first, tokens, NORM=norm, REAL=real, **_tiles(dim),
         )  # fmt: skip
     return mixed
 
 
 @torch.library.custom_op("elastic_memory::infini_recall_backward", mutates_args=())
 def _recall_backward(
-    gradient: Tensor, feature: Tensor, local: Tensor, known: Tensor, gate: Tensor, first: int, real: int, norm: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    gradient, local, of_local = _strided(gradient), _strided(local), _laid_out(local)
-    batch, blocks, heads, tokens, dim = local.shape
-    narrow, tiles = known.to(feature.dtype), triton.cdiv(tokens, TILE)
-    product, of_gate = _times(feature, narrow), known.new_empty(batch, blocks, heads, tiles)
-    of_product = torch.empty_like(product)
+    gradient: Tensor, feature: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, first: int,
+    real: int, norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient, feature, local = _strided(gradient), _strided(feature), _strided(local)
+    of_feature, of_local, of_product = (_laid_out(local) for _ in range(3))
+    (batch, blocks, heads, tokens, dim), rows = local.shape, local.shape[:3].numel()
+    of_weight = normaliser.new_empty(batch, blocks, heads, tokens)
+    of_gate = normaliser.new_empty(batch, blocks, heads, triton.cdiv(tokens, CHUNK))
+    of_matrix, of_normaliser = normaliser.new_empty(matrix.shape), normaliser.new_empty(normaliser.shape)
     with torch.cuda.device_of(local):
-        _slopes[(batch * blocks * heads, tiles)](
-            gradient, local, product, gate, of_local, of_product, of_gate, *gradient.stride()[:4], *local.stride()[:4],
-            *of_local.stride()[:4], blocks, heads, first, tokens, NORM=norm, REAL=real, **_sizes(dim),
+        _recall_slopes[(rows, of_gate.shape[-1])](
+            gradient, feature, local, matrix.contiguous(), normaliser.contiguous(), gate, of_feature, of_local,
+            of_product, of_weight, of_gate, *gradient.stride()[:4], *feature.stride()[:4], *local.stride()[:4],
+            *of_local.stride()[:4], blocks, heads, first, tokens, NORM=norm, REAL=real, **_tiles(dim),
         )  # fmt: skip
-    of_known = _times(feature.mT, of_product, wide=True)
-    return _times(of_product, narrow.mT), of_local, of_known, of_gate.sum((0, 1, 3))
+        _matrix_slopes[(rows,)](
+            feature, of_product, of_weight, of_matrix, of_normaliser, *feature.stride()[:4], *of_product.stride()[:4],
+            blocks, heads, tokens, **_summing(dim),
+        )  # fmt: skip
+    return of_feature, of_local, of_matrix, of_normaliser, of_gate.sum((0, 1, 3))
 
 
 @torch.library.custom_op("elastic_memory::infini_fold", mutates_args=())
 def _fold(feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
-    value, normaliser = _strided(value), normaliser.contiguous()
+    feature, value, normaliser = _strided(feature), _strided(value), normaliser.contiguous()
     batch, folded, heads, dim = normaliser.shape
     added, known = (normaliser.new_empty(batch, folded, heads, dim, dim) for _ in range(2))
-    # As many warps as on Hopper keep both sums in registers.
     with torch.cuda.device_of(value):
-        _fold_kernel[(batch * heads * folded,)](
-            feature, value, normaliser, added, known, *value.stride()[:4], feature.shape[1], heads, folded,
-            feature.shape[3], **_sizes(dim, LONG_TILE) | {"num_warps": 8, "num_stages": 3},
+        _fold_kernel[(batch * folded * heads,)](
+            feature, value, normaliser, added, known, *feature.stride()[:4], *value.stride()[:4], heads, folded,
+            feature.shape[3], **_summing(dim),
         )  # fmt: skip
     return added, known
 
 
 @torch.library.custom_op("elastic_memory::infini_fold_backward", mutates_args=())
-def _fold_backward(slopes: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`slopes`: gradients of U and, twice, of G, and z, for all blocks."""
-    normaliser = normaliser.contiguous()
-    batch, blocks, heads, tokens, dim = feature.shape
-    folded, tiles = normaliser.shape[1], triton.cdiv(tokens, TILE)
-    product, of_added = _times(feature, slopes), slopes[..., :dim]
-    # Head after head, as those of a token stand side by side: values of whole blocks are not copied.
-    through_added = feature.new_empty(heads, batch, blocks, tokens, dim)
-    for head, own in enumerate(through_added):
-        torch.bmm(value[:, :, head].flatten(0, 1), of_added[:, :, head].flatten(0, 1).mT, out=own.flatten(0, 1))
-    of_feature = torch.empty_like(feature)
-    of_normaliser = normaliser.new_empty(batch, folded, heads, tiles, dim)
+def _fold_backward(
+    of_added: Tensor, of_known: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`of_known` is the gradient of G plus its transpose: G is symmetric in what it is made of."""
+    feature, value, normaliser = _strided(feature), _strided(value), normaliser.contiguous()
+    of_feature, of_value = _laid_out(feature), _laid_out(value)
+    (batch, blocks, heads, tokens, dim), folded = feature.shape, normaliser.shape[1]
+    chunks = triton.cdiv(tokens, CHUNK)
+    of_normaliser = normaliser.new_empty(batch, folded, heads, chunks, dim)
     with torch.cuda.device_of(feature):
-        _key_slopes[(batch * blocks * heads, tiles)](
-            product, through_added, feature, normaliser, of_feature, of_normaliser, batch, blocks, heads, folded,
-            tokens, **_sizes(dim),
+        _fold_slopes[(batch * blocks * heads, chunks)](
+            of_added.contiguous(), of_known.contiguous(), feature, value, normaliser, of_feature, of_value,
+            of_normaliser, *feature.stride()[:4], *value.stride()[:4], *of_value.stride()[:4], blocks, heads, folded,
+            tokens, **_tiles(dim),
         )  # fmt: skip
-    return of_feature, product[..., :dim], of_normaliser.sum(3)
+    return of_feature, of_value, of_normaliser.sum(3)
 
 
 @torch.library.custom_op("elastic_memory::infini_chain", mutates_args=())
@@ -193,15 +176,15 @@ def _chain_backward(gradient: Tensor, known: Tensor, matrices: Tensor) -> tuple[
     """What reaches a matrix, and so U, goes on to the one before by (I - G)^T: the same chain, from its end on."""
     of_added = _links(known, gradient, back=True)
     before = F.pad(matrices[:, :-1], (0, 0) * 3 + (1, 0))
-    return -_times(of_added, before.mT), of_added
+    return -(of_added @ before.mT), of_added
 
 
 def _links(known: Tensor, added: Tensor, back: bool) -> Tensor:
-    known, added = known.contiguous(), added.contiguous()
+    known, added = (known.mT if back else known).contiguous(), added.contiguous()
     (batch, count, heads, dim, _), matrices = known.shape, torch.empty_like(added)
     with torch.cuda.device_of(known):
         _links_kernel[(batch * heads, triton.cdiv(dim, COLUMNS))](
-            known, added, matrices, heads, count, BACK=back, COLUMNS=COLUMNS, num_stages=2, **_width(dim)
+            known, added, matrices, heads, count, BACK=back, COLUMNS=COLUMNS, num_warps=4, num_stages=2, **_sizes(dim)
         )
     return matrices
 
@@ -216,19 +199,17 @@ def _(gradient: Tensor, known: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor
     return known.new_empty(known.shape), known.new_empty(known.shape)
 
 
-@_features.register_fake
-def _(x: Tensor, real: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(*x.shape[:3], x.shape[4], dtype=torch.float32)
-
-
 @_recall.register_fake
 def _(feature: Tensor, local: Tensor, *_: Any) -> Tensor:
     return _laid_out(local)
 
 
 @_recall_backward.register_fake
-def _(gradient: Tensor, feature: Tensor, local: Tensor, known: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(feature), _laid_out(local), known.new_empty(known.shape), known.new_empty(feature.shape[2])
+def _(
+    gradient: Tensor, feature: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    matrices = normaliser.new_empty(matrix.shape), normaliser.new_empty(normaliser.shape)
+    return _laid_out(feature), _laid_out(local), *matrices, normaliser.new_empty(local.shape[2])
 
 
 @_fold.register_fake
@@ -238,28 +219,15 @@ def _(feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tenso
 
 
 @_fold_backward.register_fake
-def _(slopes: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    of_value = value.new_empty(*feature.shape[:-1], slopes.shape[-1])[..., : feature.shape[-1]]
-    return torch.empty_like(feature), of_value, normaliser.new_empty(normaliser.shape)
+def _(
+    of_added: Tensor, of_known: Tensor, feature: Tensor, value: Tensor, normaliser: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _laid_out(feature), _laid_out(value), normaliser.new_empty(normaliser.shape)
 
 
 def _remember(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
     ctx.settings = [x for x in inputs if not isinstance(x, Tensor)]
-
-
-def _remember_features(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[0])
-
-
-def _features_gradient(ctx: Any, of_feature: Tensor | None, of_sums: Tensor | None) -> tuple[Tensor, None]:
-    """Plain code, which a compiler joins with what comes next. The slope is the feature where that is below 1."""
-    (feature,) = ctx.saved_tensors
-    slope: Any = 0 if of_feature is None else of_feature
-    if of_sums is not None:
-        slope = slope + of_sums[..., None, :]
-    return (slope * feature.clamp(max=1)).to(feature.dtype), None
 
 
 def _recall_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -268,12 +236,8 @@ def _recall_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return *others, of_gate.to(saved[-1].dtype), None, None, None
 
 
-def _fold_gradients(ctx: Any, of_added: Tensor, of_known: Tensor) -> tuple[Tensor | None, ...]:
-    """G is symmetric in what it is made of: its gradient comes twice. Blocks that are not folded have none."""
-    feature, value, normaliser = ctx.saved_tensors
-    slopes = _with_column(torch.cat((of_added, of_known + of_known.mT), dim=-1), normaliser)
-    missing = (0, 0) * 3 + (0, feature.shape[1] - normaliser.shape[1])
-    return _fold_backward(F.pad(slopes, missing).to(feature.dtype), feature, value, normaliser)
+def _fold_gradients(ctx: Any, of_added: Tensor, of_known: Tensor) -> tuple[Tensor, ...]:
+    return _fold_backward(of_added, of_known + of_known.mT, *ctx.saved_tensors)
 
 
 def _remember_chain(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -285,7 +249,6 @@ def _chain_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _chain.register_autograd(_chain_gradients, setup_context=_remember_chain)
-_features.register_autograd(_features_gradient, setup_context=_remember_features)
 _recall.register_autograd(_recall_gradients, setup_context=_remember)
 _fold.register_autograd(_fold_gradients, setup_context=_remember)
 
@@ -297,7 +260,7 @@ def _both(a, b, c, d):
 
 @triton.jit
 def _sums(x, y):
-    """Of the rows of both: together, as warps wait for each other in every sum."""
+    """Of the rows of both: together, so that both have the layout that products leave."""
     return tl.reduce((x, y), 1, _both)
 
 
@@ -308,142 +271,180 @@ def _place(row, blocks, heads, s0, s1, s2):
 
 
 @triton.jit
-def _tile(tokens, DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """The program's block of a head, its tokens, the columns of a head, and which of both there are."""
-    token, column = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
-    return tl.program_id(0).to(tl.int64), token, column, (token < tokens)[:, None] & (column < DIM)[None, :]
+def _square(matrix, row, column, there, DIM: tl.constexpr):
+    """A matrix of a head, or zeros if it is not there."""
+    inside = (column < DIM) & there
+    at = (row * DIM + column[:, None]) * DIM + column[None, :]
+    return tl.load(matrix + at, mask=inside[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
-def _features_kernel(
-    x, result, sums, x0, x1, x2, x3, blocks, heads, tokens, REAL: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """ELU + 1, and zero where nothing is."""
-    row, token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
-    at = _place(row, blocks, heads, x0, x1, x2) + token[:, None] * x3 + column[None, :]
-    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    real = inside & (column % (DIM // 2) < REAL // 2)[None, :]  # padding stands behind either half of a head
-    feature = tl.where(real, tl.where(wide > 0, wide + 1, tl.exp(wide)), 0.0).to(result.dtype.element_ty)
-    tl.store(result + (row * tokens + token[:, None]) * DIM + column[None, :], feature, mask=inside)
-    to = (row * tl.num_programs(1) + tl.program_id(1)) * DIM + column
-    tl.store(sums + to, tl.sum(feature.to(tl.float32), 0), mask=column < DIM)
+def _open(gate, row, blocks, heads, first):
+    """How far a gate is: that of a block that reads nothing is closed."""
+    return tl.where(row // heads % blocks >= first, tl.sigmoid(tl.load(gate + row % heads).to(tl.float32)), 0.0)
 
 
 @triton.jit
-def _reading(
-    local, product, gate, row, token, column, inside, l0, l1, l2, l3, blocks, heads, first, tokens,
-    NORM: tl.constexpr, REAL: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """What is read, the weight it was divided by, and what it is multiplied by for that; the block's own; the gate.
+def _scale(weight, square, NORM: tl.constexpr, REAL: tl.constexpr):
+    """What a row of sigma(q) M, whose squares sum up to `square`, is multiplied by.
 
-    Normalised after the division, the weight matters only to the epsilon. A block that reads nothing has a closed gate.
+    It is divided by the weight sigma(q) z; normalised after that, the weight matters only to the epsilon.
     """
-    line = (row * tokens + token) * (DIM + SPARE)
-    read = tl.load(product + line[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(product + line + DIM, mask=token < tokens, other=0.0).to(tl.float32) + EPSILON
-    beside = _place(row, blocks, heads, l0, l1, l2) + token[:, None] * l3 + column[None, :]
-    own = tl.load(local + beside, mask=inside, other=0.0).to(tl.float32)
-    openness = tl.where(row // heads % blocks >= first, tl.sigmoid(tl.load(gate + row % heads).to(tl.float32)), 0.0)
-    scale = tl.rsqrt(tl.sum(read * read, 1) / REAL + NORM_EPSILON * weight * weight) if NORM else 1 / weight
-    return read * scale[:, None], weight, scale, own, openness
+    return tl.rsqrt(square / REAL + NORM_EPSILON * weight * weight) if NORM else 1 / weight
 
 
 @triton.jit
-def _combine(
-    local, product, gate, mixed, l0, l1, l2, l3, m0, m1, m2, m3, blocks, heads, first, tokens,
-    NORM: tl.constexpr, REAL: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+def _recall_kernel(
+    feature, local, matrix, normaliser, gate, mixed, f0, f1, f2, f3, l0, l1, l2, l3, m0, m1, m2, m3,
+    blocks, heads, first, tokens, NORM: tl.constexpr, REAL: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """local + g (read - local)."""
-    row, token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
-    read, _, _, own, openness = _reading(
-        local, product, gate, row, token, column, inside, l0, l1, l2, l3, blocks, heads, first, tokens, NORM, REAL, DIM
-    )
-    own += openness * (read - own)
-    to = _place(row, blocks, heads, m0, m1, m2) + token[:, None] * m3 + column[None, :]
-    tl.store(mixed + to, own.to(mixed.dtype.element_ty), mask=inside)
+    row, begin, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK, tl.arange(0, WIDTH)
+    feature += _place(row, blocks, heads, f0, f1, f2)
+    local += _place(row, blocks, heads, l0, l1, l2)
+    mixed += _place(row, blocks, heads, m0, m1, m2)
+    openness = _open(gate, row, blocks, heads, first)
+    z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
+    known = _square(matrix, row, column, True, DIM).to(feature.dtype.element_ty)
+    for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+        x = tl.load(feature + token[:, None] * f3 + column[None, :], mask=inside, other=0.0)
+        own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        product = tl.dot(x, known)
+        weight, square = _sums(x.to(tl.float32) * z[None, :], product * product)
+        scale = openness * _scale(weight + EPSILON, square, NORM, REAL)
+        own = (1 - openness) * own + scale[:, None] * product
+        tl.store(mixed + token[:, None] * m3 + column[None, :], own.to(mixed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _slopes(
-    gradient, local, product, gate, of_local, of_product, of_gate,
-    g0, g1, g2, g3, l0, l1, l2, l3, o0, o1, o2, o3, blocks, heads, first, tokens,
-    NORM: tl.constexpr, REAL: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+def _recall_slopes(
+    gradient, feature, local, matrix, normaliser, gate, of_feature, of_local, of_product, of_weight, of_gate,
+    g0, g1, g2, g3, f0, f1, f2, f3, l0, l1, l2, l3, o0, o1, o2, o3, blocks, heads, first, tokens,
+    NORM: tl.constexpr, REAL: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of `_combine`: of what it mixes, and of the weights it divides by."""
-    row, token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
-    read, weight, scale, own, openness = _reading(
-        local, product, gate, row, token, column, inside, l0, l1, l2, l3, blocks, heads, first, tokens, NORM, REAL, DIM
-    )
-    above = _place(row, blocks, heads, g0, g1, g2) + token[:, None] * g3 + column[None, :]
-    slope = tl.load(gradient + above, mask=inside, other=0.0).to(tl.float32)
-    to = _place(row, blocks, heads, o0, o1, o2) + token[:, None] * o3 + column[None, :]
-    tl.store(of_local + to, ((1 - openness) * slope).to(of_local.dtype.element_ty), mask=inside)
-    along, of_row = _sums(read * slope, (read - own) * slope)
-    along *= openness
-    of_read = openness * slope
-    if NORM:
-        of_read -= read * (along / REAL)[:, None]
-        of_weight = -NORM_EPSILON * weight * scale * scale * along
-    else:
-        of_weight = -scale * along
-    line, spare = (row * tokens + token[:, None]) * (DIM + SPARE), tl.arange(0, SPARE)[None, :]
-    kind = of_product.dtype.element_ty
-    tl.store(of_product + line + column[None, :], (of_read * scale[:, None]).to(kind), mask=inside)
-    of_spare = tl.where(spare == 0, of_weight[:, None], 0.0)
-    tl.store(of_product + line + DIM + spare, of_spare.to(kind), mask=(token < tokens)[:, None])
-    of_openness = tl.sum(of_row) * openness * (1 - openness)
-    tl.store(of_gate + row * tl.num_programs(1) + tl.program_id(1), of_openness)
+    row, begin, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK, tl.arange(0, WIDTH)
+    gradient += _place(row, blocks, heads, g0, g1, g2)
+    feature += _place(row, blocks, heads, f0, f1, f2)
+    local += _place(row, blocks, heads, l0, l1, l2)
+    to = _place(row, blocks, heads, o0, o1, o2)
+    of_feature, of_local, of_product = of_feature + to, of_local + to, of_product + to
+    openness = _open(gate, row, blocks, heads, first)
+    z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
+    known = _square(matrix, row, column, True, DIM).to(feature.dtype.element_ty)
+    of_openness = tl.zeros([TILE], tl.float32)
+    for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+        x = tl.load(feature + token[:, None] * f3 + column[None, :], mask=inside, other=0.0)
+        slope = tl.load(gradient + token[:, None] * g3 + column[None, :], mask=inside, other=0.0)
+        own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0)
+        at = token[:, None] * o3 + column[None, :]
+        tl.store(of_local + at, ((1 - openness) * slope.to(tl.float32)).to(x.dtype), mask=inside)
+        of_openness -= tl.sum(own.to(tl.float32) * slope.to(tl.float32), 1)
+        product = tl.dot(x, known)
+        weight, square = _sums(x.to(tl.float32) * z[None, :], product * product)
+        weight += EPSILON
+        scale = _scale(weight, square, NORM, REAL)
+        along = scale * tl.sum(product * slope.to(tl.float32), 1)
+        of_openness += along
+        along *= openness
+        if NORM:
+            turn = scale * scale * along
+            of_row = -NORM_EPSILON * weight * turn
+            turn /= REAL
+        else:
+            turn = 0.0 * scale
+            of_row = -scale * along
+        change = (openness * scale)[:, None] * slope.to(tl.float32) - turn[:, None] * product
+        tl.store(of_product + at, change.to(x.dtype), mask=inside)
+        tl.store(of_weight + row * tokens + token, of_row, mask=token < tokens)
+        of_x = tl.dot(change.to(x.dtype), tl.trans(known)) + of_row[:, None] * z[None, :]
+        tl.store(of_feature + at, of_x.to(x.dtype), mask=inside)
+    of_openness *= openness * (1 - openness)
+    tl.store(of_gate + row * tl.num_programs(1) + tl.program_id(1), tl.sum(of_openness))
+
+
+@triton.jit
+def _matrix_slopes(
+    feature, of_product, of_weight, of_matrix, of_normaliser, f0, f1, f2, f3, p0, p1, p2, p3, blocks, heads, tokens,
+    TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    feature += _place(row, blocks, heads, f0, f1, f2)
+    of_product += _place(row, blocks, heads, p0, p1, p2)
+    of_known, of_z = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([TILE, WIDTH], tl.float32)
+    for start in range(0, tokens, TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+        x = tl.load(feature + token[:, None] * f3 + column[None, :], mask=inside, other=0.0)
+        slope = tl.load(of_product + token[:, None] * p3 + column[None, :], mask=inside, other=0.0)
+        of_row = tl.load(of_weight + row * tokens + token, mask=token < tokens, other=0.0)
+        of_known = tl.dot(tl.trans(x), slope, of_known)
+        of_z += x.to(tl.float32) * of_row[:, None]
+    inside = column < DIM
+    at = (row * DIM + column[:, None]) * DIM + column[None, :]
+    tl.store(of_matrix + at, of_known, mask=inside[:, None] & inside[None, :])
+    tl.store(of_normaliser + row * DIM + column, tl.sum(of_z, 0), mask=inside)
 
 
 @triton.jit
 def _fold_kernel(
-    feature, value, normaliser, added, known, v0, v1, v2, v3, blocks, heads, folded, tokens,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    feature, value, normaliser, added, known, f0, f1, f2, f3, v0, v1, v2, v3, heads, folded, tokens,
+    TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    feature += _place(row, folded, heads, blocks * heads, heads, 1) * tokens * DIM
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    feature += _place(row, folded, heads, f0, f1, f2)
     value += _place(row, folded, heads, v0, v1, v2)
     z = tl.load(normaliser + row * DIM + column, mask=column < DIM, other=0.0)
     sum_added, sum_known = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
     for start in range(0, tokens, TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (column < DIM)[None, :]
-        x = tl.load(feature + token[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+        x = tl.load(feature + token[:, None] * f3 + column[None, :], mask=inside, other=0.0)
         own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
         wide, turned = x.to(tl.float32), tl.trans(x)
         scaled = (wide / (tl.sum(wide * z[None, :], 1) + EPSILON)[:, None]).to(x.dtype)
-        sum_added = tl.dot(turned, own, sum_added, input_precision="ieee")
-        sum_known = tl.dot(turned, scaled, sum_known, input_precision="ieee")
-    at = row * DIM * DIM + column[:, None] * DIM + column[None, :]
-    inside = (column < DIM)[:, None] & (column < DIM)[None, :]
-    tl.store(added + at, sum_added, mask=inside)
-    tl.store(known + at, sum_known, mask=inside)
+        sum_added = tl.dot(turned, own, sum_added)
+        sum_known = tl.dot(turned, scaled, sum_known)
+    inside = column < DIM
+    at = (row * DIM + column[:, None]) * DIM + column[None, :]
+    tl.store(added + at, sum_added, mask=inside[:, None] & inside[None, :])
+    tl.store(known + at, sum_known, mask=inside[:, None] & inside[None, :])
 
 
 @triton.jit
-def _key_slopes(
-    product, through_added, feature, normaliser, of_feature, of_normaliser, batch, blocks, heads, folded, tokens,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+def _fold_slopes(
+    of_added, of_known, feature, value, normaliser, of_feature, of_value, of_normaliser,
+    f0, f1, f2, f3, v0, v1, v2, v3, o0, o1, o2, o3, blocks, heads, folded, tokens,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of features, which are in U and G. In `product` they are by U's gradient, by twice that of G, and by z."""
-    row, token, column, inside = _tile(tokens, DIM, WIDTH, TILE)
+    row, begin, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK, tl.arange(0, WIDTH)
     there, own_row = row // heads % blocks < folded, _place(row, blocks, heads, folded * heads, heads, 1)
+    feature += _place(row, blocks, heads, f0, f1, f2)
+    value += _place(row, blocks, heads, v0, v1, v2)
+    to = _place(row, blocks, heads, o0, o1, o2)
+    of_feature, of_value = of_feature + to, of_value + to
     z = tl.load(normaliser + own_row * DIM + column, mask=(column < DIM) & there, other=0.0)
-    at = (row * tokens + token[:, None]) * DIM + column[None, :]
-    wide = tl.load(feature + at, mask=inside, other=0.0).to(tl.float32)
-    line = (row * tokens + token) * (2 * DIM + SPARE)
-    turned = tl.load(product + line[:, None] + DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(product + line + 2 * DIM, mask=token < tokens, other=0.0).to(tl.float32)
-    heads_first = _place(row, blocks, heads, blocks, 1, batch * blocks)
-    beside = (heads_first * tokens + token[:, None]) * DIM + column[None, :]
-    slope = tl.load(through_added + beside, mask=inside, other=0.0).to(tl.float32)
-    share = 1 / (weight + EPSILON)
-    of_weight = -0.5 * share * share * tl.sum(wide * turned, 1)
-    slope += share[:, None] * turned + of_weight[:, None] * z[None, :]
-    tl.store(of_feature + at, slope.to(of_feature.dtype.element_ty), mask=inside)
-    of_z = tl.sum(wide * of_weight[:, None], 0)
+    added = _square(of_added, own_row, column, there, DIM).to(feature.dtype.element_ty)
+    twice = _square(of_known, own_row, column, there, DIM).to(feature.dtype.element_ty)
+    of_z = tl.zeros([WIDTH], tl.float32)
+    for start in range(begin, tl.minimum(begin + CHUNK, tokens), TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+        x = tl.load(feature + token[:, None] * f3 + column[None, :], mask=inside, other=0.0)
+        own = tl.load(value + token[:, None] * v3 + column[None, :], mask=inside, other=0.0)
+        wide, slope = x.to(tl.float32), tl.dot(x, twice)
+        weight, along = _sums(wide * z[None, :], wide * slope)
+        share = 1 / (weight + EPSILON)
+        of_weight = -0.5 * share * share * along
+        of_z += tl.sum(wide * of_weight[:, None], 0)
+        slope = tl.dot(own, tl.trans(added), share[:, None] * slope + of_weight[:, None] * z[None, :])
+        at = token[:, None] * o3 + column[None, :]
+        tl.store(of_feature + at, slope.to(x.dtype), mask=inside)
+        tl.store(of_value + at, tl.dot(x, added).to(x.dtype), mask=inside)
     tile = own_row * tl.num_programs(1) + tl.program_id(1)
     tl.store(of_normaliser + tile * DIM + column, of_z, mask=(column < DIM) & there)
 
@@ -453,20 +454,17 @@ def _links_kernel(
     known, added, matrices, heads, count,
     BACK: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head's matrices, which need no others. Backwards it is the next one's G, transposed."""
+    """Some columns of a head's matrices, which need no others. Backwards it is the next one's G."""
     row = tl.program_id(0).to(tl.int64)
+    begin, head = row // heads * count, row % heads
     line, column = tl.arange(0, WIDTH), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (line < DIM)[:, None] & (column < DIM)[None, :]
-    square = (line < DIM)[:, None] & (line < DIM)[None, :]
-    of_known = line[None, :] * DIM + line[:, None] if BACK else line[:, None] * DIM + line[None, :]
     matrix = tl.zeros([WIDTH, COLUMNS], tl.float32)
     for step in range(count):
         index = count - 1 - step if BACK else step
         other = tl.minimum(index + 1, count - 1) if BACK else index  # at the end there is no matrix yet
-        at = (row // heads * count + index) * heads + row % heads
-        other_at = (row // heads * count + other) * heads + row % heads
-        own = tl.load(known + other_at * DIM * DIM + of_known, mask=square, other=0.0)
-        place = at * DIM * DIM + line[:, None] * DIM + column[None, :]
+        own = _square(known, (begin + other) * heads + head, line, True, DIM)
+        place = (((begin + index) * heads + head) * DIM + line[:, None]) * DIM + column[None, :]
         more = tl.load(added + place, mask=inside, other=0.0)
         matrix += more - tl.dot(own, matrix)  # in TF32, as training has products of float32
         tl.store(matrices + place, matrix, mask=inside)

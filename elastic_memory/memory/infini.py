@@ -124,11 +124,8 @@ class InfiniMemory(Memory):
         blocks = (length - 1) // size  # the last is read by nobody
         with torch.autocast(key.device.type, enabled=False):
             values = _whole_blocks(value, size)
-            if kernels is not None:
-                features, sums = kernels.features(_whole_blocks(key, size), self._real)
-            else:
-                features = _whole_blocks(self._sigma(key), size)
-                sums = features.sum(3)
+            features = _whole_blocks(self._sigma(key) if kernels is None else self._narrow_sigma(key), size)
+            sums = features.sum(3, dtype=wide(features).dtype)
             matrix, normaliser = (part.to(sums.dtype) for part in self.start(key.shape[0], key.device))
             readings: list[Reading] = [(matrix, normaliser)] if self.reads_start else []
             normalisers = [normaliser]
@@ -139,8 +136,9 @@ class InfiniMemory(Memory):
             if kernels is not None and self.update == "delta" and before is not None:
                 updates, known = kernels.fold(features, values, before)
                 if self.detach_every is None:  # a cut would end gradients inside the chain
-                    matrices = kernels.chain(known, updates).unbind(1)
-                    return [*readings, *zip(matrices, normalisers[1:], strict=True)]
+                    matrices, start = kernels.chain(known, updates), int(self.reads_start)
+                    matrices = F.pad(matrices, (0, 0) * 3 + (start, 0))
+                    return _Stacked(matrices, torch.stack(normalisers[1 - start :], dim=1))
             else:
                 features, values = features[:, :blocks], values[:, :blocks]
                 updates = _product(features.mT, values, key.dtype)
@@ -184,9 +182,11 @@ class InfiniMemory(Memory):
     def _mix_all(self, local: Tensor, query: Tensor, readings: Sequence[Reading], kernels: Any) -> Tensor | None:
         if kernels is None:
             return None
-        matrices, normalisers = (torch.stack(parts, dim=1) for parts in zip(*readings, strict=True))
-        features, _ = kernels.features(query, self._real)
-        norm = self.memory_norm == "output"
+        if isinstance(readings, _Stacked):
+            matrices, normalisers = readings.parts
+        else:
+            matrices, normalisers = (torch.stack(parts, dim=1) for parts in zip(*readings, strict=True))
+        features, norm = self._narrow_sigma(query), self.memory_norm == "output"
         return kernels.recall(features, local, matrices, normalisers, wide(self.gate), self._real, norm)
 
     def _kernels(self, *tensors: Tensor) -> Any:
@@ -212,9 +212,44 @@ class InfiniMemory(Memory):
             return feature
         return feature * real_features(self.geometry.features, x.shape[-1], x.device)
 
+    def _narrow_sigma(self, x: Tensor) -> Tensor:
+        real = None if self.geometry.features is None else real_features(self._real, x.shape[-1], x.device)
+        result: Tensor = _Sigma.apply(x, real)
+        return result
+
     def _rms(self, x: Tensor) -> Tensor:
         square = wide(x).square().sum(-1, keepdim=True) / self._real
         return (x * (square + 1e-5).rsqrt()).to(x.dtype)
+
+
+class _Stacked(Sequence[Reading]):
+    """Readings of blocks in one tensor each, as kernels make and take them: [batch, block, ...]."""
+
+    def __init__(self, *parts: Tensor):
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return self.parts[0].shape[1]
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = tuple(part[:, index] for part in self.parts)
+        return _Stacked(*parts) if isinstance(index, slice) else parts
+
+
+class _Sigma(torch.autograd.Function):
+    """ELU(x) + 1, as narrow as x; its slope is itself where that is below 1, so that x need not be kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, real: Tensor | None) -> Tensor:
+        feature = F.elu(wide(x)) + 1
+        feature = (feature if real is None else feature * real).to(x.dtype)
+        ctx.save_for_backward(feature)
+        return feature
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (feature,) = ctx.saved_tensors
+        return gradient * feature.clamp(max=1), None
 
 
 def _whole_blocks(x: Float[Tensor, "batch head token dim"], size: int) -> Float[Tensor, "batch block head inner dim"]:
@@ -249,7 +284,7 @@ def _error(device: torch.device, dim: int, dtype: torch.dtype = torch.bfloat16) 
 def _error_of(norm: str, device: torch.device, dim: int, dtype: torch.dtype) -> float:
     from elastic_memory.kernels import infini
 
-    size, features = infini.TILE + 80, max(dim - 2, 2)
+    size, features = infini.CHUNK + 80, max(dim - 2, 2)
     geometry = Geometry(width=2 * dim, heads=2, kv_heads=1, head_dim=dim, layers=1, block_size=size, features=features)
     memory = InfiniMemory(geometry, memory_norm=norm).to(device)
     generator = torch.Generator(device).manual_seed(0)

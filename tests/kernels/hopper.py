@@ -55,15 +55,15 @@ def main() -> None:
     make = partial(torch.zeros, dtype=torch.bfloat16)
     for dim, features in ((64, 64), (96, 90), (128, 128)):
         tokens = make(1, 2, 8, 2048, dim)  # [batch, block, head, token, dim]
-        infini._features(tokens, features)
-        known, gate = torch.zeros(1, 2, 8, dim, dim + infini.SPARE.value), torch.zeros(8)
+        matrix, normaliser, gate = torch.zeros(1, 2, 8, dim, dim), torch.zeros(1, 2, 8, dim), torch.zeros(8)
         for norm in (True, False):
-            infini._recall(tokens, tokens, known, gate, 1, features, norm)
-            infini._recall_backward(tokens, tokens, tokens, known, gate, 1, features, norm)
-        infini._chain(known[..., :dim], known[..., :dim])
-        infini._chain_backward(known[..., :dim], known[..., :dim], known[..., :dim])
-        infini._fold(tokens, tokens, known[:, :1, ..., 0])
-        infini._fold_backward(make(1, 2, 8, dim, 2 * dim + infini.SPARE.value), tokens, tokens, known[:, :1, ..., 0])
+            reading = (tokens, tokens, matrix, normaliser, gate, 1, features, norm)
+            infini._recall(*reading)
+            infini._recall_backward(tokens, *reading)
+        infini._chain(matrix, matrix)
+        infini._chain_backward(matrix, matrix, matrix)
+        infini._fold(tokens, tokens, normaliser[:, :1])
+        infini._fold_backward(matrix[:, :1], matrix[:, :1], tokens, tokens, normaliser[:, :1])
     cross_entropy.losses(make(8, 32000), torch.zeros(8, dtype=torch.int64), True)
     wide = partial(torch.zeros, dtype=torch.float64)
     sweeps.climb(wide(100, 64), wide(64), 2)

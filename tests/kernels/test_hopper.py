@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton")
 
 LAUNCHED = {
-    "_features_kernel", "_combine", "_slopes", "_fold_kernel", "_key_slopes", "_losses", "_climb", "_column",
-    "_links_kernel", "_project", "_attend", "_merge", "_expand", "_contract",
+    "_recall_kernel", "_recall_slopes", "_matrix_slopes", "_fold_kernel", "_fold_slopes", "_links_kernel", "_losses",
+    "_climb", "_column", "_project", "_attend", "_merge", "_expand", "_contract",
 }  # fmt: skip
 
 
