@@ -30,6 +30,13 @@ NORM_EPSILON = tl.constexpr(1e-5)
 TILE = 64  # tokens at a time
 CHUNK = 1024  # tokens of a program
 COLUMNS = 16  # of a matrix, where one program goes from block to block
+# Of each kernel, as an H200 likes it; those that sum up have as many warps as keep two matrices in registers.
+RECALL = {"num_warps": 4, "num_stages": 1}
+RECALL_SLOPES = {"num_warps": 4, "num_stages": 1}
+MATRIX_SLOPES = {"num_warps": 8, "num_stages": 3}
+FOLD = {"num_warps": 8, "num_stages": 3}
+FOLD_SLOPES = {"num_warps": 4, "num_stages": 1}
+LINKS = {"num_warps": 4, "num_stages": 2}
 
 
 def recall(
@@ -76,15 +83,6 @@ def _sizes(dim: int) -> dict[str, int]:
     return {"DIM": dim, "WIDTH": max(16, triton.next_power_of_2(dim))}
 
 
-def _tiles(dim: int) -> dict[str, int]:
-    return _sizes(dim) | {"TILE": TILE, "CHUNK": CHUNK, "num_warps": 4, "num_stages": 1}
-
-
-def _summing(dim: int) -> dict[str, int]:
-    # As many warps as on Hopper keep two matrices in registers.
-    return _sizes(dim) | {"TILE": TILE, "num_warps": 8, "num_stages": 3}
-
-
 def _laid_out(x: Tensor) -> Tensor:
     """[batch, block, head, token, dim], heads of a token side by side."""
     batch, blocks, heads, tokens, dim = x.shape
@@ -105,7 +103,8 @@ def _recall(
     with torch.cuda.device_of(local):
         _recall_kernel[(batch * blocks * heads, triton.cdiv(tokens, CHUNK))](
             feature, local, matrix.contiguous(), normaliser.contiguous(), gate, mixed, *feature.stride()[:4],
-            *local.stride()[:4], *mixed.stride()[:4], blocks, heads, first, tokens, NORM=norm, REAL=real, **_tiles(dim),
+            *local.stride()[:4], *mixed.stride()[:4], blocks, heads, first, tokens, NORM=norm, REAL=real, CHUNK=CHUNK,
+            TILE=TILE, **_sizes(dim), **RECALL,
         )  # fmt: skip
     return mixed
 
@@ -125,11 +124,12 @@ def _recall_backward(
         _recall_slopes[(rows, of_gate.shape[-1])](
             gradient, feature, local, matrix.contiguous(), normaliser.contiguous(), gate, of_feature, of_local,
             of_product, of_weight, of_gate, *gradient.stride()[:4], *feature.stride()[:4], *local.stride()[:4],
-            *of_local.stride()[:4], blocks, heads, first, tokens, NORM=norm, REAL=real, **_tiles(dim),
+            *of_local.stride()[:4], blocks, heads, first, tokens, NORM=norm, REAL=real, CHUNK=CHUNK, TILE=TILE,
+            **_sizes(dim), **RECALL_SLOPES,
         )  # fmt: skip
         _matrix_slopes[(rows,)](
             feature, of_product, of_weight, of_matrix, of_normaliser, *feature.stride()[:4], *of_product.stride()[:4],
-            blocks, heads, tokens, **_summing(dim),
+            blocks, heads, tokens, TILE=TILE, **_sizes(dim), **MATRIX_SLOPES,
         )  # fmt: skip
     return of_feature, of_local, of_matrix, of_normaliser, of_gate.sum((0, 1, 3))
 
@@ -142,7 +142,7 @@ def _fold(feature: Tensor, value: Tensor, normaliser: Tensor) -> tuple[Tensor, T
     with torch.cuda.device_of(value):
         _fold_kernel[(batch * folded * heads,)](
             feature, value, normaliser, added, known, *feature.stride()[:4], *value.stride()[:4], heads, folded,
-            feature.shape[3], **_summing(dim),
+            feature.shape[3], TILE=TILE, **_sizes(dim), **FOLD,
         )  # fmt: skip
     return added, known
 
@@ -161,7 +161,7 @@ def _fold_backward(
         _fold_slopes[(batch * blocks * heads, chunks)](
             of_added.contiguous(), of_known.contiguous(), feature, value, normaliser, of_feature, of_value,
             of_normaliser, *feature.stride()[:4], *value.stride()[:4], *of_value.stride()[:4], blocks, heads, folded,
-            tokens, **_tiles(dim),
+            tokens, CHUNK=CHUNK, TILE=TILE, **_sizes(dim), **FOLD_SLOPES,
         )  # fmt: skip
     return of_feature, of_value, of_normaliser.sum(3)
 
@@ -184,7 +184,7 @@ def _links(known: Tensor, added: Tensor, back: bool) -> Tensor:
     (batch, count, heads, dim, _), matrices = known.shape, torch.empty_like(added)
     with torch.cuda.device_of(known):
         _links_kernel[(batch * heads, triton.cdiv(dim, COLUMNS))](
-            known, added, matrices, heads, count, BACK=back, COLUMNS=COLUMNS, num_warps=4, num_stages=2, **_sizes(dim)
+            known, added, matrices, heads, count, BACK=back, COLUMNS=COLUMNS, **_sizes(dim), **LINKS
         )
     return matrices
 
@@ -310,12 +310,12 @@ def _recall_kernel(
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (column < DIM)[None, :]
         x = tl.load(feature + token[:, None] * f3 + column[None, :], mask=inside, other=0.0)
-        own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(local + token[:, None] * l3 + column[None, :], mask=inside, other=0.0)
         product = tl.dot(x, known)
         weight, square = _sums(x.to(tl.float32) * z[None, :], product * product)
         scale = openness * _scale(weight + EPSILON, square, NORM, REAL)
-        own = (1 - openness) * own + scale[:, None] * product
-        tl.store(mixed + token[:, None] * m3 + column[None, :], own.to(mixed.dtype.element_ty), mask=inside)
+        both = (1 - openness) * own.to(tl.float32) + scale[:, None] * product
+        tl.store(mixed + token[:, None] * m3 + column[None, :], both.to(x.dtype), mask=inside)
 
 
 @triton.jit

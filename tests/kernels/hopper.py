@@ -25,7 +25,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", t
 
 def compiled(kernel, args, known):
     """A kernel for these arguments; registers and spilled bytes."""
-    options = {name: known[name] for name in ("num_warps", "num_stages") if name in known}
+    options = {name: known[name] for name in ("num_warps", "num_stages", "maxnreg") if name in known}
     signature, constants, attributes = {}, {}, {}
     given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in known.items() if k in kernel.arg_names}
     for place, parameter in enumerate(kernel.params):
