@@ -33,10 +33,10 @@ COLUMNS = 16  # of a matrix, where one program goes from block to block
 # Of each kernel, as an H200 likes it; those that sum up have as many warps as keep two matrices in registers.
 RECALL = {"num_warps": 4, "num_stages": 1}
 RECALL_SLOPES = {"num_warps": 4, "num_stages": 1}
-MATRIX_SLOPES = {"num_warps": 8, "num_stages": 3}
-FOLD = {"num_warps": 8, "num_stages": 3}
-FOLD_SLOPES = {"num_warps": 4, "num_stages": 1}
-LINKS = {"num_warps": 4, "num_stages": 2}
+MATRIX_SLOPES = {"num_warps": 4, "num_stages": 3}
+FOLD = {"num_warps": 8, "num_stages": 4}
+FOLD_SLOPES = {"num_warps": 4, "num_stages": 3}
+LINKS = {"num_warps": 4, "num_stages": 1}
 
 
 def recall(
