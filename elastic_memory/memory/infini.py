@@ -241,7 +241,9 @@ class _Sigma(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, real: Tensor | None) -> Tensor:
-        feature = F.elu(wide(x)) + 1
+        precise = wide(x)
+        # F.elu takes longer to be exact near zero, where adding 1 would round it anyway.
+        feature = torch.where(precise > 0, precise + 1, precise.exp())
         feature = (feature if real is None else feature * real).to(x.dtype)
         ctx.save_for_backward(feature)
         return feature
