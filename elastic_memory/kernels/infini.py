@@ -1,7 +1,7 @@
 """Infini-Transformer's memory in training: what all blocks read and what they add.
 
 Plain code passes over queries, keys, values and what is read a dozen times in float32. Here tokens are as narrow as
-activations, and kernels read and write each of them once: what is divided and normalised exists only inside, and so do
+activations, and kernels pass over them once or twice: what is divided and normalised exists only inside, and so do
 products with a head's matrices. These take 64 tokens at a time: then Hopper's tensor cores have the matrices in shared
 memory and a row in one warp, where fewer tokens leave a kernel so few registers that it waits for memory instead of
 keeping it busy. A matrix that is summed up needs them all, in a kernel of its own. Operations of their own, so that
@@ -30,12 +30,13 @@ NORM_EPSILON = tl.constexpr(1e-5)
 TILE = 64  # tokens at a time
 CHUNK = 1024  # tokens of a program
 COLUMNS = 16  # of a matrix, where one program goes from block to block
-# Of each kernel, as an H200 likes it; those that sum up have as many warps as keep two matrices in registers.
+# Of each kernel, as an H200 likes it, in shared memory that an A100 has too; folding has as many warps as keep two
+# matrices in registers.
 RECALL = {"num_warps": 4, "num_stages": 1}
 RECALL_SLOPES = {"num_warps": 4, "num_stages": 1}
 MATRIX_SLOPES = {"num_warps": 4, "num_stages": 3}
-FOLD = {"num_warps": 8, "num_stages": 4}
-FOLD_SLOPES = {"num_warps": 4, "num_stages": 3}
+FOLD = {"num_warps": 8, "num_stages": 3}
+FOLD_SLOPES = {"num_warps": 4, "num_stages": 1}
 LINKS = {"num_warps": 4, "num_stages": 1}
 
 

@@ -125,7 +125,7 @@ class InfiniMemory(Memory):
         with torch.autocast(key.device.type, enabled=False):
             values = _whole_blocks(value, size)
             features = _whole_blocks(self._sigma(key) if kernels is None else self._narrow_sigma(key), size)
-            sums = features.sum(3, dtype=wide(features).dtype)
+            sums = features.sum(3, dtype=torch.promote_types(features.dtype, torch.float32))
             matrix, normaliser = (part.to(sums.dtype) for part in self.start(key.shape[0], key.device))
             readings: list[Reading] = [(matrix, normaliser)] if self.reads_start else []
             normalisers = [normaliser]
@@ -193,6 +193,8 @@ class InfiniMemory(Memory):
         """Kernels for these tensors, or None."""
         dim, device = tensors[0].shape[-1], tensors[0].device
         if any(x.dtype != torch.bfloat16 for x in tensors) or dim > 128 or dim % 2:
+            return None
+        if self.geometry.block_size * self.geometry.heads * dim >= 2**31:  # inside a block they count in int32
             return None
         if not _works(str(device), dim):
             return None

@@ -1,7 +1,8 @@
 """Compile our kernels for an H100 or H200 on a machine without one: python -m tests.kernels.hopper
 
 Launches are caught and compiled instead, with the arguments, tiles and warps that they came with. Prints what the
-assembler says of each as JSON: registers, and bytes of them that had to go to memory. Without TRITON_INTERPRET.
+assembler says of each as JSON: registers, bytes of them that had to go to memory, and bytes of shared memory. Without
+TRITON_INTERPRET.
 """
 
 import json
@@ -25,7 +26,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", t
 
 def compiled(kernel, args, known):
     """A kernel for these arguments; registers and spilled bytes."""
-    options = {name: known[name] for name in ("num_warps", "num_stages", "maxnreg") if name in known}
+    options = {name: known[name] for name in ("num_warps", "num_stages") if name in known}
     signature, constants, attributes = {}, {}, {}
     given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in known.items() if k in kernel.arg_names}
     for place, parameter in enumerate(kernel.params):
@@ -46,7 +47,8 @@ def compiled(kernel, args, known):
         assembler = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         said = subprocess.run(assembler, capture_output=True, text=True, check=True).stderr
     registers, spilled = (int(re.search(words, said)[1]) for words in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))
-    return {"kernel": kernel.__name__, "registers": registers, "spilled": spilled}
+    shared = result.metadata.shared
+    return {"kernel": kernel.__name__, "registers": registers, "spilled": spilled, "shared": shared}
 
 
 def main() -> None:

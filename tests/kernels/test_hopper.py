@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper, on a machine without a GPU too, and keeps its numbers in registers."""
+"""Every kernel compiles for Hopper, on a machine without a GPU too, keeps its numbers in registers and fits."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+SHARED = 227 * 1024  # bytes that a program can have
 LAUNCHED = {
     "_recall_kernel", "_recall_slopes", "_matrix_slopes", "_fold_kernel", "_fold_slopes", "_links_kernel", "_losses",
     "_climb", "_column", "_project", "_attend", "_merge", "_expand", "_contract",
@@ -22,4 +23,4 @@ def test_kernels_compile_and_nothing_is_spilled():
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert {one["kernel"] for one in found} == LAUNCHED
-    assert not [one for one in found if one["spilled"]]
+    assert not [one for one in found if one["spilled"] or one["shared"] > SHARED]

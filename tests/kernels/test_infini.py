@@ -128,6 +128,7 @@ def test_chain(count, dim, device, dtype):
 def test_features(dim, features, device, dtype):
     x = draw(2, 3, 5, 2, dim).to(device, dtype).transpose(2, 3).requires_grad_()
     compare(lambda x: (narrow_sigma(x, features),), lambda x: (sigma(x, features),), (x,), dtype)
+    compare(lambda x: (module._Sigma.apply(x, None),), lambda x: (sigma(x, dim),), (x,), dtype)
     assert narrow_sigma(x, features).stride() == x.stride()  # kernels of heads side by side read them so
 
 
@@ -184,6 +185,16 @@ def test_operations_keep_their_promises():
 
 
 @interpreted
+@pytest.mark.parametrize("first_block", ["bypass", "zero"])
+def test_plain_code_takes_what_kernels_read(first_block, ids, monkeypatch):
+    model = small_model("infini", memory_options={"first_block": first_block})
+    plain = model(ids).logits
+    monkeypatch.setattr(module.InfiniMemory, "_kernels", lambda self, *tensors: infini)
+    monkeypatch.setattr(module.InfiniMemory, "mix_all", lambda self, *inputs: None)
+    torch.testing.assert_close(model(ids).logits, plain, atol=2e-5, rtol=1e-4)
+
+
+@interpreted
 @torch.no_grad()
 def test_a_prompt_is_read_alike(ids, monkeypatch):
     """Many blocks of a stream at once."""
@@ -202,6 +213,13 @@ def test_blocks_that_read_nothing_do_not_notice():
     normaliser, gate = torch.ones(1, 1, 1, 16, device=device), torch.zeros(1, device=device)
     mixed = infini.recall(narrow_sigma(local, 16), local, matrix, normaliser, gate, 16, True)
     assert torch.equal(mixed[:, 0], local[:, 0]) and mixed[:, 1].isnan().all()
+
+
+def test_features_of_large_numbers():
+    x = torch.tensor([200.0, -200.0, 1e30, -1e30], requires_grad=True)
+    feature = narrow_sigma(x, 4)
+    assert feature.tolist() == [201.0, 0.0, x[2].item(), 0.0]
+    assert torch.autograd.grad(feature.sum(), x)[0].tolist() == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_they_are_not_needed(ids):
@@ -226,8 +244,9 @@ def test_they_are_checked_before_use(device, dtype, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_bf16_on_a_gpu_goes_this_way():
-    memory = small_model("infini", head_dim=64).cuda().memories[1]
-    x = torch.zeros(1, 1, 8, 64, device="cuda")
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_bf16_on_a_gpu_goes_this_way(dim):
+    memory = small_model("infini", head_dim=dim).cuda().memories[1]
+    x = torch.zeros(1, 1, 8, dim, device="cuda")
     assert memory._kernels(x, x) is None and memory._kernels(x.half(), x.half()) is None
     assert memory._kernels(x.bfloat16(), x.bfloat16()) is infini
