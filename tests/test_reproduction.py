@@ -18,17 +18,19 @@ import elastic_memory as em
 from elastic_memory.commands import reproduce as command
 from elastic_memory.data import prepare, samples
 from elastic_memory.evaluation.loading import load_model
-from elastic_memory.report import lab, reproduction
-from elastic_memory.report.lab import Lab, Trained
 from elastic_memory.report.page import collect
-from elastic_memory.report.reproduction import Experiment
+from elastic_memory.reproduction import experiment as module
+from elastic_memory.reproduction import lab, planning, tiers
+from elastic_memory.reproduction.experiment import SHOWS, Experiment
+from elastic_memory.reproduction.lab import Lab, Trained
+from elastic_memory.reproduction.tables import load, wanted
 from elastic_memory.training import session
 from elastic_memory.training.build import build_config
 
 TABLES = ["main", "memory-scaling", "model-scaling", "injection", "corruption", "reconstruction"]
-CORPORA = ["pg19", "proof-pile", "fineweb-edu"]
+CORPORA = ["books", "proofs", "edu"]
 REDUCED = replace(
-    lab.TIERS["smoke"],
+    tiers.TIERS["smoke"],
     recipe={
         "training.tokens": 512, "training.length": 128, "training.batch_tokens": 256, "execution.micro_batch": 2,
         "model.config.block_size": 32, "model.config.num_hidden_layers": 2,
@@ -47,7 +49,7 @@ MINI = Experiment(
 @pytest.fixture(scope="module", autouse=True)
 def reduced():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(lab.TIERS, "smoke", REDUCED)
+        patch.setitem(tiers.TIERS, "smoke", REDUCED)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         yield
@@ -79,7 +81,7 @@ def runs(out: Path) -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_has_the_papers_rows_and_columns_and_is_not_made_twice(name, data, out, monkeypatch):
-    experiment = command.load(name).EXPERIMENT
+    experiment = load(name).EXPERIMENT
     table = experiment.run("smoke", out, data)
     assert list(table.columns) == [experiment.corner, *experiment.columns]
     assert [row[0] for row in table.rows] == list(experiment.rows)
@@ -106,7 +108,7 @@ def test_a_table_has_the_papers_rows_and_columns_and_is_not_made_twice(name, dat
 def test_tables_share_their_models(data, tmp_path):
     made = Lab("smoke", tmp_path, data)
     names = {
-        table: {made.run(cell.model).folder.name for *_, cell, _ in command.load(table).EXPERIMENT.cells()}
+        table: {made.run(cell.model).folder.name for *_, cell, _ in load(table).EXPERIMENT.cells()}
         for table in TABLES
     }
     large = names["main"] | names["memory-scaling"] | names["model-scaling"]
@@ -115,7 +117,7 @@ def test_tables_share_their_models(data, tmp_path):
 
 
 def test_a_cell_holds_what_the_library_measures(data, out):
-    command.load("corruption").run("smoke", out, data)
+    load("corruption").run("smoke", out, data)
     cells = json.loads((out / "corruption-smoke.json").read_text())["cells"]
     cell = next(c for c in cells if c["row"] == "Elastic Memory, uniform" and c["column"] == "hardly 50%")
     model, rows = load_model(str(out / "runs" / cell["run"])), samples(data / "proof-pile", "test")
@@ -129,7 +131,7 @@ def test_a_cell_holds_what_the_library_measures(data, out):
 
 
 def test_an_injected_sampling_reads_the_same_model_otherwise(data, out):
-    injection = command.load("injection").EXPERIMENT
+    injection = load("injection").EXPERIMENT
     columns = {"memory 16x": injection.columns["memory 16x"]}
     rows = {name: (settings, "1.00 / 1.00") for name, (settings, _) in injection.rows.items() if "unif" in name[:4]}
     replace(injection, name="injected", columns=columns, rows=rows).run("smoke", out, data)
@@ -168,7 +170,7 @@ def test_longppl_by_a_reference_that_was_given_or_trained(data, tmp_path, monkey
     console.print(given.rich())
     assert "LongPPL[reference=" in given.note and "LongPPL[reference=" in console.export_text()
     assert all(re.fullmatch(r"\d+(\.\d)? \[.+\]", row[2]) for row in given.rows)
-    monkeypatch.setitem(lab.TIERS, "smoke", replace(REDUCED, reference="infini"))
+    monkeypatch.setitem(tiers.TIERS, "smoke", replace(REDUCED, reference="infini"))
     own = MINI.run("smoke", tmp_path, data)
     assert len(runs(tmp_path)) == 3 and all("-" not in row[2] for row in own.rows)
 
@@ -181,7 +183,7 @@ def test_smoke_brings_its_own_text(tmp_path):
 
 def test_bad_input_is_refused_before_anything_is_trained(data, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "build_model", lambda recipe: pytest.fail("trained"))
-    main = command.load("main").run
+    main = load("main").run
     with pytest.raises(FileNotFoundError, match=r"elastic prepare pg19 .*--length 8192 .*; elastic prepare proof-pile"):
         main("small", tmp_path)
     partly = tmp_path / "partly"
@@ -215,11 +217,11 @@ def test_files_that_are_not_its_own_are_not_written_over(data, tmp_path):
     assert "still to come" not in MINI.run("smoke", tmp_path, data).note
 
 
-@pytest.mark.parametrize("tier", lab.TIERS)
+@pytest.mark.parametrize("tier", tiers.TIERS)
 @pytest.mark.parametrize("name", TABLES)
 def test_every_model_of_every_table_can_be_built(name, tier, tmp_path):
     made = Lab(tier, tmp_path)
-    for model in {cell.model for *_, cell, _ in command.load(name).EXPERIMENT.cells()}:
+    for model in {cell.model for *_, cell, _ in load(name).EXPERIMENT.cells()}:
         config = build_config(made.recipe(model))
         assert config.memory == model.memory and (model.sampling is None or config.sampling == model.sampling)
 
@@ -227,7 +229,7 @@ def test_every_model_of_every_table_can_be_built(name, tier, tmp_path):
 @pytest.mark.parametrize("name", ["main", "memory-scaling", "model-scaling", "reconstruction"])
 def test_the_papers_models_have_the_papers_counts(name, tmp_path):
     made, checked = Lab("paper", tmp_path), 0
-    for row, column, cell, paper in command.load(name).EXPERIMENT.cells():
+    for row, column, cell, paper in load(name).EXPERIMENT.cells():
         if not reproduction.SHOWS[cell.shows]:
             found = reproduction._number(made.counted(cell.model)[cell.shows], 0)
             # eight gates in one layer, where the paper has eight in each (docs/choices.md)
@@ -270,7 +272,7 @@ def test_the_papers_numbers_are_those_it_prints(name):
     if "ELASTIC_SHARED" not in os.environ:
         pytest.skip("ELASTIC_SHARED names no folder with paper/")
     text = (Path(os.environ["ELASTIC_SHARED"]) / "paper" / "elastic-memory.tex").read_text()
-    ours = [[cell.strip() for cell in printed.split("&")] for _, printed in command.load(name).EXPERIMENT.rows.values()]
+    ours = [[cell.strip() for cell in printed.split("&")] for _, printed in load(name).EXPERIMENT.rows.values()]
     for label, columns in PRINTED[name].items():
         body = text.split(f"\\label{{{label}}}")[1].split("\\bottomrule")[0].split("\\midrule", 1)[1]
         lines = [line for line in body.splitlines() if "&" in line]
@@ -294,7 +296,7 @@ def test_the_command_lists_and_passes_on(tmp_path, monkeypatch, capsys):
 
 
 def test_cells_of_several_commits_are_told_apart():
-    speed = command.load("speed")
+    speed = load("speed")
     cells = {"Transformer++|1x": {"commit": "a"}, "Melodi|1x": {"commit": "a"}, "Melodi|2x": {"commit": "a"}}
     assert speed._measured_at(cells) == "a"
     cells |= {"Melodi|400m": {"commit": "b"}, "Infini-Transformer|1x": {"commit": "b"}}

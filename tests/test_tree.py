@@ -9,13 +9,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "elastic_memory"
 ORDER = (
-    "shapes", "kernels", "hippo", "sampling", "operators", "attention", "memory", "model", "data", "training",
-    "evaluation", "report", "commands", "cli",
+    "shapes", "common", "kernels", "hippo", "sampling", "operators", "attention", "memory", "model", "data", "training",
+    "evaluation", "report", "reproduction", "commands", "cli",
 )  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = sorted(
     path
-    for folder in ("elastic_memory", "tests", "benchmarks", "experiments")
+    for folder in ("elastic_memory", "tests", "benchmarks")
     for path in (ROOT / folder).rglob("*.py")
 )
 

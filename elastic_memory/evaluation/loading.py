@@ -1,5 +1,6 @@
 """Checkpoints from disk or the hub, and the tokenizers that belong to them."""
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +17,16 @@ from elastic_memory.model.attach import SAVED
 
 
 def load_model(path: str) -> Any:
-    """A causal language model from the folder of a run or of a model, or from the hub, on the GPU if there is one.
+    """A causal language model from the folder of a run or of a model, a GGUF file, or the hub; on the GPU if any.
 
     A model that was saved with an attached memory gets it back.
     """
     config = load_config(path)
+    folder, gguf = split_gguf(path)
     with _missing(path):
-        model: Any = AutoModelForCausalLM.from_pretrained(model_folder(path), config=config)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **gguf)
+    if gguf:
+        model.name_or_path = Path(path).name  # transformers names the folder only
     if getattr(config, SAVED, None):
         model = attach_memory(model)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -30,8 +34,19 @@ def load_model(path: str) -> Any:
 
 def load_config(path: str) -> Any:
     """The configuration of such a model, which is soon there and says whether the model is."""
+    folder, gguf = split_gguf(path)
     with _missing(path):
-        return AutoConfig.from_pretrained(model_folder(path))
+        return AutoConfig.from_pretrained(folder, **gguf)
+
+
+def split_gguf(path: str) -> tuple[str, dict[str, str]]:
+    """What transformers calls a model: its folder or name, and the file in it where that is GGUF."""
+    if not path.endswith(".gguf"):
+        return model_folder(path), {}
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"{path}: reading GGUF files needs the package gguf: pip install 'elastic-memory[gguf]'")
+    folder, _, file = path.rpartition("/")
+    return folder or ".", {"gguf_file": file}
 
 
 @contextmanager
@@ -54,6 +69,8 @@ def model_folder(path: str) -> str:
 
 def tokenizer_of(path: str) -> Tokenizer | None:
     """The tokenizer that lies beside a model, if there is one."""
+    if path.endswith(".gguf"):
+        return load_tokenizer(path)
     folder = Path(model_folder(path))
     if folder.is_dir() and not any((folder / name).exists() for name in ("tokenizer_config.json", "bytes.json")):
         return None

@@ -1,10 +1,10 @@
 """The paper's table of model sizes: 1, 2 and 4 times the parameters on Proof-Pile, memory growing with the heads."""
 
-from elastic_memory.report.reproduction import Experiment
+from elastic_memory.reproduction.experiment import Experiment
 
 EXPERIMENT = Experiment(
     name="model-scaling",
-    title="Scaling the model, Proof-Pile",
+    title="Scaling the model",
     columns={
         f"{size} {title}": {"size": size, "shows": shows}
         for size in ("1x", "2x", "4x")
@@ -37,4 +37,3 @@ EXPERIMENT = Experiment(
         ),
     },
 )  # fmt: skip
-run = EXPERIMENT.run

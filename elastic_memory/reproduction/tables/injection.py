@@ -3,15 +3,15 @@
 Their common column, Proof-Pile at 1x, stands here once; the others are more corpora, more memory, larger models.
 """
 
-from elastic_memory.report.reproduction import Experiment
+from elastic_memory.reproduction.experiment import Experiment
 
 EXPERIMENT = Experiment(
     name="injection",
     title="Sampling injected at test time, PPL / LongPPL",
     columns={
-        "PG-19": {"corpus": "pg19", "shows": "both"},
-        "Proof-Pile": {"shows": "both"},
-        "FineWeb-Edu": {"corpus": "fineweb-edu", "shows": "both"},
+        "{books}": {"corpus": "books", "shows": "both"},
+        "{proofs}": {"shows": "both"},
+        "{edu}": {"corpus": "edu", "shows": "both"},
         "memory 2x": {"multiple": 2, "shows": "both"},
         "memory 4x": {"multiple": 4, "shows": "both"},
         "memory 8x": {"multiple": 8, "shows": "both"},
@@ -41,6 +41,5 @@ EXPERIMENT = Experiment(
             "& 2.82 / 2.35 & 2.78 / 2.26",
         ),
     },
-    note="Columns of memory and model are Proof-Pile.",
+    note="Columns of memory and model are of the same corpus as the second.",
 )
-run = EXPERIMENT.run

@@ -1,10 +1,10 @@
 """The paper's table of corrupted local context, on Proof-Pile: does a model fall back on its memory? PPL / LongPPL."""
 
-from elastic_memory.report.reproduction import Experiment
+from elastic_memory.reproduction.experiment import Experiment
 
 EXPERIMENT = Experiment(
     name="corruption",
-    title="Corrupted local context, Proof-Pile, PPL / LongPPL",
+    title="Corrupted local context, PPL / LongPPL",
     columns={
         "Origin.": {"shows": "both"},
         "25%": {"corrupt": 0.25, "shows": "both"},
@@ -30,4 +30,3 @@ EXPERIMENT = Experiment(
     },
     note='Noise replaces keys and values of a share of each block, in the memory layer or ("hardly") in all.',
 )
-run = EXPERIMENT.run

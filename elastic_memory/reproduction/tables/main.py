@@ -1,19 +1,20 @@
 """The paper's main table: six models on three corpora, PPL and LongPPL, memory and parameters of the whole model."""
 
-from elastic_memory.report.reproduction import Experiment
+from elastic_memory.reproduction.experiment import Experiment
 
 EXPERIMENT = Experiment(
     name="main",
     title="Language modelling",
+    seeds={"proofs": 3},
     columns={
         "Mem. Size": {"shows": "memory"},
         "Add. Params": {"shows": "added"},
-        "PG-19 PPL": {"corpus": "pg19", "shows": "ppl"},
-        "PG-19 LongPPL": {"corpus": "pg19", "shows": "longppl"},
-        "Proof-Pile PPL": {"corpus": "proof-pile", "shows": "ppl"},
-        "Proof-Pile LongPPL": {"corpus": "proof-pile", "shows": "longppl"},
-        "FineWeb-Edu PPL": {"corpus": "fineweb-edu", "shows": "ppl"},
-        "FineWeb-Edu LongPPL": {"corpus": "fineweb-edu", "shows": "longppl"},
+        "{books} PPL": {"corpus": "books", "shows": "ppl"},
+        "{books} LongPPL": {"corpus": "books", "shows": "longppl"},
+        "{proofs} PPL": {"corpus": "proofs", "shows": "ppl"},
+        "{proofs} LongPPL": {"corpus": "proofs", "shows": "longppl"},
+        "{edu} PPL": {"corpus": "edu", "shows": "ppl"},
+        "{edu} LongPPL": {"corpus": "edu", "shows": "longppl"},
     },
     rows={
         "Transformer++": (
@@ -42,4 +43,3 @@ EXPERIMENT = Experiment(
         ),
     },
 )  # fmt: skip
-run = EXPERIMENT.run

@@ -1,12 +1,12 @@
 """Appendix B, "Reconstruction quality vs. performance": what larger memories keep of keys and values, and their PPL."""
 
-from elastic_memory.report.reproduction import Experiment
+from elastic_memory.reproduction.experiment import Experiment
 
 MODEL = {"memory": "elastic", "sampling": "exponential"}
 
 EXPERIMENT = Experiment(
     name="reconstruction",
-    title="Reconstruction and perplexity, Proof-Pile",
+    title="Reconstruction and perplexity",
     columns={f"{multiple}x": {"multiple": multiple} for multiple in (1, 2, 4, 8, 16)},
     rows={
         "HiPPO dimension N": ({**MODEL, "shows": "order"}, "540 & 1080 & 2160 & 4320 & 8640"),
@@ -16,4 +16,3 @@ EXPERIMENT = Experiment(
     corner="memory size",
     note="Exponential sampling; the error is the mean over raw keys and values of the memory layer.",
 )
-run = EXPERIMENT.run
