@@ -75,7 +75,7 @@ def test_no_mechanism_is_singled_out_outside_its_file():
     names = set(MEMORIES) - {"none"}
     classes = {memory.__name__ for memory in MEMORIES.values()}
     for path in FILES:
-        if part(path) == "memory":
+        if part(path) == "memory" or PACKAGE / "reproduction" / "tables" in path.parents:
             continue
         for node in ast.walk(parse(path)):
             where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"

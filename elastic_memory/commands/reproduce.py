@@ -15,7 +15,7 @@ TIERS = ("smoke", "small", "paper")
 
 def reproduce(
     tables: Annotated[
-        list[str], typer.Argument(help="Tables by name, such as `signals`; or `list`, or `status` (of all tables).")
+        list[str], typer.Argument(help="Tables by name, such as `signals`; or `list`, `status`, `claims`.")
     ],
     tier: Annotated[str, typer.Option(help="smoke: minutes; small: one GPU; paper: the paper's own sizes.")] = "smoke",
     out: Annotated[Path, typer.Option(help="Folder for tables, JSON, and the records they are made of.")] = Path(
@@ -50,11 +50,13 @@ def reproduce(
 
         elastic reproduce injection --tier paper --data rows32k --reference meta-llama/Llama-3.1-8B
 
-    What there is, and what is done and missing with estimated GPU minutes:
+    What there is, what is done and missing with estimated GPU minutes, and the paper's claims checked against ours:
 
         elastic reproduce list
 
         elastic reproduce status --tier small
+
+        elastic reproduce claims --tier small
     """
     from rich.console import Console
 
@@ -70,6 +72,11 @@ def reproduce(
     console = Console()
     if tables == ["status"]:
         _status(console, tier, out)
+        return
+    if tables == ["claims"]:
+        from elastic_memory.reproduction.ledger import write
+
+        console.print(write(out, tier).rich())
         return
     modules = {name: load(name) for name in dict.fromkeys(tables)}
     trained = [module.EXPERIMENT for module in modules.values() if hasattr(module, "EXPERIMENT")]

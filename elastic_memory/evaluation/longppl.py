@@ -153,6 +153,7 @@ class KeyTokens:
             return ids, stored["keys"]
         keys = [i for i in self._computed(tokenizer, ids, text, spans) if i > 0]
         if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {**identity, "reference_tokens": self.length, "keys": keys})
         return ids, keys
 

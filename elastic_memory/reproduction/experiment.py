@@ -178,10 +178,12 @@ def _detail(found: Any, metric: str) -> dict[str, Any]:
         mse, relative = (statistics.fmean(part[key] for part in found) for key in ("mse", "relative"))
         return {"value": mse, "relative": relative}
     if metric == "longppl":
-        keys = ("protocol", "interval", "key_tokens", "reference")
+        keys = ("protocol", "interval", "by_document", "key_tokens", "reference")
         return {"value": found["longppl"]} | {key: found[key] for key in keys}
     streamed, erased = found["P0"], found.get("P4")
-    detail = {"value": streamed["ppl"]} | {key: streamed[key] for key in ("protocol", "interval", "by_block")}
+    detail = {"value": streamed["ppl"]} | {
+        key: streamed[key] for key in ("protocol", "interval", "by_document", "by_block")
+    }
     if erased:
         detail["gain"] = erased["ppl"] / streamed["ppl"] - 1
     return detail
@@ -195,7 +197,7 @@ def _mean(values: list[float], metric: str) -> float:
 
 def _text(entry: dict[str, Any], paper: str) -> str:
     """As the paper prints it, the spread over seeds behind it, and the gain from memory behind a perplexity alone."""
-    places = len(paper.split(" / ")[0].partition(".")[2])
+    places = 2 if paper == "-" else len(paper.split(" / ")[0].partition(".")[2])
     parts = []
     for metric, value in entry["values"].items():
         text = _number(value, places)
@@ -205,10 +207,16 @@ def _text(entry: dict[str, Any], paper: str) -> str:
         if metric == "longppl" and any(run["measured"][metric]["key_tokens"] < FEW for run in _having(entry, metric)):
             text += "†"
         parts.append(text)
-    gains = [run["measured"]["ppl"].get("gain") for run in _having(entry, "ppl")]
-    if list(entry["values"]) == ["ppl"] and gains and None not in gains:
+    gains = _gains(entry)
+    if gains:
         parts[0] += f" ({statistics.fmean(gains):.1%})"
     return " / ".join(parts) + (f" [{paper}]" if paper != "-" else "")
+
+
+def _gains(entry: dict[str, Any]) -> list[float]:
+    """The gain from memory of each seed, where the cell shows a perplexity alone."""
+    gains = [run["measured"]["ppl"].get("gain") for run in _having(entry, "ppl")]
+    return gains if list(entry["values"]) == ["ppl"] and None not in gains else []
 
 
 def _having(entry: dict[str, Any], metric: str) -> list[dict[str, Any]]:
@@ -234,7 +242,7 @@ def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
         several = f"seeds {_listed(seeds)} (mean ± standard deviation)" if len(seeds) > 1 else f"seed {_listed(seeds)}"
         parts = [f"Tier {lab.name}, {several}, {_listed(tokens)} tokens a model."]
     parts.append(lab.tier.caution)
-    if any("gain" in how for _, how in measured):
+    if any(map(_gains, entries)):
         parts.append(
             "In parentheses the gain from memory: how much higher the perplexity of the same model is when its memory "
             "is erased at every block (P4)."

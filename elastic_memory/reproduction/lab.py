@@ -77,6 +77,7 @@ class Lab:
         self.work = out / "work"
         # a model has many cells, and each of these takes a while
         self.folder, self.run, self.counted = cache(self._folder), cache(self._run), cache(self._counted)
+        self.recipe = cache(self._recipe)
 
     # -- what there is
 
@@ -89,7 +90,7 @@ class Lab:
         """The first `count` seeds of the tier, or as many as it has."""
         return self.tier.seeds[:count]
 
-    def recipe(self, model: Trained) -> Recipe:
+    def _recipe(self, model: Trained) -> Recipe:
         """The tier's recipe for a model."""
         recipe = load_recipe(RECIPES / self.name / f"{model.memory}.yaml")
         keys = {"model.memory_multiple": model.multiple, **self.tier.recipe, **self.tier.sizes[model.size]}

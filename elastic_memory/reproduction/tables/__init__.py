@@ -11,7 +11,11 @@ from elastic_memory.reproduction.experiment import Experiment
 from elastic_memory.reproduction.lab import Measurement, Trained
 
 FOLDER = Path(__file__).parent
-NAMES = sorted(path.stem.replace("_", "-") for path in FOLDER.glob("[!_]*.py"))
+FIRST = ("main", "corruption", "learning-rate", "memory-scaling")  # the most important, where order matters
+NAMES = sorted(
+    (path.stem.replace("_", "-") for path in FOLDER.glob("[!_]*.py")),
+    key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name),
+)
 
 
 def load(table: str) -> ModuleType:
