@@ -13,11 +13,7 @@ ORDER = (
     "evaluation", "report", "reproduction", "commands", "cli",
 )  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
-SOURCES = sorted(
-    path
-    for folder in ("elastic_memory", "tests", "benchmarks")
-    for path in (ROOT / folder).rglob("*.py")
-)
+SOURCES = sorted(path for folder in ("elastic_memory", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 
 def parse(path: Path) -> ast.Module:

@@ -128,8 +128,7 @@ class KeyTokens:
 
     def __init__(self, reference: Model, tokenizer: Any, settings: Settings, folder: Path | None):
         self.reference, self.tokenizer, self.settings, self.folder = reference, tokenizer, settings, folder
-        origin = getattr(reference, "name_or_path", "") or type(reference).__name__
-        self.name = Path(origin).resolve().name if Path(origin).exists() else origin
+        self.name = _name(getattr(reference, "name_or_path", "") or type(reference).__name__)
         self.identity = {"reference": self.name, "fingerprint": fingerprint(reference)}
         self.length = 0  # reference tokens of the text seen last
 
@@ -236,6 +235,14 @@ def fingerprint(model: Model) -> str:
         few = weight.detach().flatten()[:: max(1, weight.numel() // 64)][:64].float().cpu().numpy()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + few.tobytes())
     return digest.hexdigest()[:16]
+
+
+def _name(origin: str) -> str:
+    """A model by the name of its run, of its folder or file, or on the hub."""
+    path = Path(origin).resolve()
+    if not path.exists():
+        return origin
+    return path.parent.name if (path.parent / "run.json").exists() else path.name
 
 
 def _record(index: int, document: str, losses: Float[Tensor, " prediction"], keys: list[int], length: int) -> Record:

@@ -8,8 +8,6 @@ Tables share models and their records. Whatever is interrupted, the next call co
 """
 
 import gc
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -104,9 +102,7 @@ class Lab:
     def record(self, model: Trained) -> Record:
         """What is known of a model so far."""
         recipe = self.recipe(model)
-        what = {key: recipe.to_dict()[key] for key in ("model", "training", "stability")}
-        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
-        facts = {"name": f"{recipe.name}-{digest}", "tier": self.name, "model": asdict(model)}
+        facts = {"name": f"{recipe.name}-{recipe.digest()[:8]}", "tier": self.name, "model": asdict(model)}
         return Record(self.out / "runs" / f"{facts['name']}.json", facts)
 
     def missing(self, model: Trained, wanted: Iterable[Measurement]) -> list[Measurement]:

@@ -41,6 +41,7 @@ class Training:
 
     tokens: int
     length: int
+    corpus_tokens: int | None = None  # take so many of the corpus, spread over it; None: all
     batch_tokens: int
     precision: Literal["bf16", "fp32"] = "bf16"
     learning_rate: float = 2e-3
@@ -124,9 +125,13 @@ class Recipe:
         """Plain nested dictionaries, every default written out."""
         return dataclasses.asdict(self)
 
-    def digest(self, data: str) -> str:
-        """Ten hex digits that name what is trained: model, training, stability and the data's hash."""
-        what = {key: self.to_dict()[key] for key in ("model", "training", "stability")}
+    def digest(self, data: str = "") -> str:
+        """Ten hex digits that name what is trained: model, training, stability and the data's hash.
+
+        What is not set does not count, so that a key added later does not rename earlier runs.
+        """
+        sections = {key: self.to_dict()[key] for key in ("model", "training", "stability")}
+        what = {key: {k: v for k, v in section.items() if v is not None} for key, section in sections.items()}
         return hashlib.sha256(json.dumps([what, data], sort_keys=True).encode()).hexdigest()[:10]
 
     def replace(self, **keys: Any) -> "Recipe":

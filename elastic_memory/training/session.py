@@ -86,7 +86,8 @@ class Session:
     def __init__(self, run: Run, rows: Samples, resume: Resume, interrupts: Interrupts) -> None:
         self.run, self.rows, self.resume, self.interrupts = run, rows, resume, interrupts
         training = run.recipe.training
-        self.schedule = Schedule(rows, training.steps * training.batch, training.seed)
+        most = training.corpus_tokens and training.corpus_tokens // training.length
+        self.schedule = Schedule(rows, training.steps * training.batch, training.seed, most)
         self.held = ExitStack()
         if training.precision == "bf16":
             # what autocast leaves in float32, the memories' states, may use the tensor cores too

@@ -179,6 +179,7 @@ def table(record: dict[str, Any], kind: str) -> Table:
         columns=["model", *COLUMNS],
         rows=lines,
         note=f"Tier {record['tier']}: samples of {record['length']:,} tokens, {record['rows']} at a time{smaller}, on "
-        f"{where}, commit {_measured_at(cells)}; each model in turns with Transformer++ in one process. "
-        "The paper: 8 A800.",
+        f"{where}, commit {_measured_at(cells)}; each model interleaved with Transformer++ in one process. "
+        "The paper: 8 A800; it divides all its ratios by Transformer++ at 100M. Those at 200m and 400m are recomputed "
+        "here from its raw throughput, by Transformer++ of the same size.",
     )

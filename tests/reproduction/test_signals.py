@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_memory.reproduction.tables import NAMES, load
 from elastic_memory.evaluation import signals
+from elastic_memory.reproduction.tables import NAMES, load
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_every_experiment_can_be_loaded():
 
 
 def test_the_readme_holds_the_table_as_reproduced(results):
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     table = results[0].markdown()
     assert (root / "results" / "signals.md").read_text() == table
     assert f"<!-- signals -->\n{table}<!-- /signals -->" in (root / "README.md").read_text()
