@@ -5,6 +5,7 @@ python scripts/results.py        # in the root of the repository
 
 from pathlib import Path
 
+from elastic_memory.report import plots
 from elastic_memory.report.catalogue import insert
 from elastic_memory.report.speed import headline, training
 from elastic_memory.report.tables import Table
@@ -13,6 +14,7 @@ from elastic_memory.reproduction.lab import Lab
 from elastic_memory.reproduction.tables import experiments
 from elastic_memory.training.plan import make_plan, measurements
 from elastic_memory.training.recipe import RECIPES, variants
+from elastic_memory.training.strict import read_json
 
 INDEX = """\
 # Results
@@ -33,7 +35,8 @@ its gain from memory, in parentheses.
 def overview(root: Path) -> str:
     """The README's results: the main table, how the paper's claims fared, recall and speed."""
     main, claims = ((root / "results" / f"{name}.md").read_text() for name in ("main-small", "claims"))
-    return "\n".join([main, claims, recall(root), headline(root), training(root)])
+    picture = "![What memory gains in each block](results/gain-by-block-small.png)\n"
+    return "\n".join([main, picture, claims, recall(root), headline(root), training(root)])
 
 
 def recall(root: Path) -> str:
@@ -61,6 +64,24 @@ def plan(root: Path) -> str:
     return Table("The plan", columns, rows, note).markdown()
 
 
+def pictures(root: Path) -> None:
+    """PPL by block, and what memory gains in each block, of the main table's models on proofs."""
+    results, ppl, gain = root / "results", {}, {}
+    for entry in read_json(results / "main-small.json")["cells"]:
+        for run in entry["runs"][:1] if entry["column"] == "{proofs} PPL" else []:
+            measured = read_json(results / "runs" / f"{run['run']}.json")["measured"]
+            found = next(m["metrics"]["ppl"] for m in measured if "P4" in m["metrics"].get("ppl", {}))
+            streamed, erased = found["P0"]["by_block"], found["P4"]["by_block"]
+            blocks = list(range(len(streamed)))
+            ppl[entry["row"]] = (blocks, streamed)
+            gain[entry["row"]] = (blocks, [100 * (b / a - 1) for a, b in zip(streamed, erased, strict=True)])
+    plots.save(plots.lines(ppl, "block of 512 tokens", "PPL"), results / "ppl-by-block-small.png")
+    plots.save(
+        plots.lines(gain, "block of 512 tokens", "PPL without its memory, % higher"),
+        results / "gain-by-block-small.png",
+    )
+
+
 def index(root: Path) -> str:
     """`results/README.md`: what lies here, and all tables."""
     names = [f"{name}-small" for name in experiments()] + ["claims"]
@@ -74,6 +95,7 @@ def write(root: Path) -> None:
     for experiment in experiments().values():
         experiment.write(lab)
     ledger.write(root / "results", "small")
+    pictures(root)
     (root / "results" / "README.md").write_text(index(root), encoding="utf-8")
     for page, text, name in (("README.md", overview(root), "results"), ("docs/training.md", plan(root), "plan")):
         path = root / page
