@@ -52,7 +52,7 @@ def generate(
         raise ValueError(
             f"tokenizer {encoder.name} has {encoder.vocab_size} tokens, the model {model.config.vocab_size}"
         )
-    check_tokenizer(checkpoint, encoder.sha256, f"--tokenizer {tokenizer}" if tokenizer else "the copy beside it")
+    check_tokenizer(checkpoint, encoder, f"--tokenizer {tokenizer}" if tokenizer else "the copy beside it")
     if sampling:
         model.set_retrieval(sampling=sampling)
     static = model.device.type == "cuda" and getattr(model.config, "local_attention", "block") != "full"

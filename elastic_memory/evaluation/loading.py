@@ -60,13 +60,14 @@ def tokenizer_of(path: str) -> Tokenizer | None:
     return load_tokenizer(str(folder))
 
 
-def check_tokenizer(path: str, found: str, where: str) -> None:
-    """Refuse another tokenizer, given by its hash, than the one a checkpoint was trained with, if it says which."""
+def check_tokenizer(path: str, tokenizer: Tokenizer, where: str) -> None:
+    """Refuse another tokenizer than the one a checkpoint was trained with, if it says which."""
     note = Path(model_folder(path)) / "training.json"
     if not note.exists():
         return
     trained = json.loads(note.read_text())["tokenizer"]
-    if trained != found:
+    if not tokenizer.known_as(trained):
         raise ValueError(
-            f"{path} was trained with tokenizer {trained[:12]}, but {where} has {found[:12]}: use the model's tokenizer"
+            f"{path} was trained with tokenizer {trained[:12]}, but {where} has {tokenizer.sha256[:12]}: use the "
+            "model's tokenizer"
         )
