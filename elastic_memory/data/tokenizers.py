@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from elastic_memory.data.places import missing_folder
+
 PIECE = 8192  # characters; the fastest for Llama 2, twice the speed of whole books
 CONTEXT = 64  # characters on either side of a cut that the tokenizer is asked about
 UNBROKEN = 1 << 20  # characters without a place to cut: not text, and too much memory to encode at once
@@ -84,11 +86,13 @@ class HuggingFace:
     def __init__(self, name: str):
         from transformers import AutoTokenizer
 
+        hint = "give `bytes`, a folder with a tokenizer.json, or a name on the Hugging Face hub"
+        if wrong := missing_folder(name):
+            raise ValueError(f"no tokenizer {name!r}: {hint} ({wrong})")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            hint = "give `bytes`, a folder with a tokenizer.json, or a name on the Hugging Face hub"
             raise ValueError(f"no tokenizer {name!r}: {hint} ({reason})") from None
         self.name = Path(name).resolve().name if Path(name).is_dir() else name
         self.sha256 = tokenizer_hash(self.tokenizer)
@@ -132,7 +136,7 @@ class HuggingFace:
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer `bytes`, of a folder, or of a name on the Hugging Face hub."""
-    if str(name) == "bytes" or (Path(name) / "bytes.json").is_file():
+    if str(name) == "bytes" or (str(name) and (Path(name) / "bytes.json").is_file()):
         return Bytes()
     return HuggingFace(str(name))
 

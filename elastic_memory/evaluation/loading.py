@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from elastic_memory.data import load_tokenizer
+from elastic_memory.data.places import missing_folder
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
@@ -44,6 +45,8 @@ def _missing(path: str) -> Iterator[None]:
 
 def model_folder(path: str) -> str:
     """Where the model of a run lies; any other folder, and a name on the hub, is itself."""
+    if wrong := missing_folder(path):
+        raise FileNotFoundError(wrong)
     inner = Path(path) / "model"
     if (inner / "config.json").exists():
         return str(inner)

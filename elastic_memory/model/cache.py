@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from elastic_memory.model.modeling import MemoryCausalLM
 
 
+TEXTS = 1000  # that a cache can tell were read; each is 32 characters in a memory file
 AT_ONCE = 2**14  # tokens of whole blocks that a stream reads in one go: enough for long products, little to hold
 
 
@@ -56,6 +57,7 @@ class MemoryCache(Cache):
         self.columns = 0  # columns fed so far, padding included
         self.tokens: Tensor | None = None  # ids of the open block
         self.digests: list[str | None] = []  # of the ids in memory, by row; None if they are unknown
+        self.texts: list[str] = []  # what was read, as whoever gave it to the model calls it, newest last
         self.decoder: Decoder | None = None
         self.decoding = False  # whether the decoder's buffers are what this cache holds
         self.recording = False
@@ -213,6 +215,10 @@ class MemoryCache(Cache):
         """Before more than the clocks changes: keep it to go back to; `anew`, even if something is kept already."""
         if self.undo is not None and (anew or "streams" not in self.undo):
             self.undo = vars(self._view())
+
+    def note_text(self, digest: str) -> None:
+        """Remember that a text, given by 32 hexadecimal digits, was read: memory files tell it from new ones."""
+        self.texts = [*self.texts, digest][-TEXTS:]
 
     # -- rows, time travel ---------------------------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
         "opened": cache.opened,
         "columns": cache.columns,
         "digests": cache.digests,
+        "texts": cache.texts,
     }
     header["content"] = content_hash(header, tensors)
     _write(path, safetensors.torch.save(tensors, metadata={"elastic_memory": json.dumps(header)}))
@@ -151,6 +152,7 @@ def _fill(cache: "MemoryCache", header: dict[str, Any], tensors: dict[str, Tenso
     cache.begin(len(seen), device)
     cache.seen, cache.columns = list(seen), header["columns"]
     cache.digests = header.get("digests", [None] * len(seen))  # files of before they were kept are as good
+    cache.texts = header["texts"]
     rope = model.base_model.rope()
     for index, (layer, stream) in enumerate(zip(model.base_model.layers, cache.streams, strict=True)):
         stream.state = tuple(tensors[f"layers.{index}.state.{part}"] for part in range(len(stream.state)))
@@ -245,7 +247,9 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         and 0 <= columns < 2**62
         and isinstance(digests := header.get("digests", [None] * len(seen)), list)
         and len(digests) == len(seen)
-        and all(one is None or (isinstance(one, str) and DIGEST.fullmatch(one)) for one in digests)
+        and isinstance(texts := header.get("texts"), list)
+        and all(one is None or (isinstance(one, str) and DIGEST.fullmatch(one)) for one in [*digests, *texts])
+        and None not in texts
     )
     if not good:
         raise ValueError(f"{path}: its clock is impossible: seen {seen}, open {opened}, columns {columns}"[:300])
