@@ -7,7 +7,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from elastic_memory.attention import without_cudnn
-from elastic_memory.model.cache import MemoryCache, whole_calls
+from elastic_memory.model.cache import MemoryCache
+from elastic_memory.model.calls import whole_calls
 from elastic_memory.model.decoder import Decoder
 from elastic_memory.model.layer import Rope
 from elastic_memory.model.rows import Rows, from_mask, from_positions

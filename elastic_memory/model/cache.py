@@ -6,8 +6,8 @@ always be taken back, and a rollback inside the open block is exact.
 
 import hashlib
 import warnings
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -216,6 +216,18 @@ class MemoryCache(Cache):
         if self.undo is not None and (anew or "streams" not in self.undo):
             self.undo = vars(self._view())
 
+    @contextmanager
+    def newest_again(self) -> Iterator[None]:
+        """Take the newest token back, to be read again inside; if nothing is read, it is still there afterwards."""
+        opened, columns = self.opened, self.columns
+        self.rollback(1)
+        clock = self.clock
+        try:
+            yield
+        finally:
+            if self.clock == clock:
+                self.opened, self.columns = opened, columns
+
     def note_text(self, digest: str) -> None:
         """Remember that a text, given by 32 hexadecimal digits, was read: memory files tell it from new ones."""
         self.texts = [*self.texts, digest][-TEXTS:]
@@ -375,16 +387,3 @@ def _digest(before: str | None, block: Int[Tensor, " token"] | None) -> str | No
     if before is None or block is None:
         return None
     return hashlib.blake2b(before.encode() + block.long().numpy().tobytes(), digest_size=16).hexdigest()
-
-
-def whole_calls(forward: Callable) -> Callable:
-    """A model's `forward` that changes its cache entirely or, if anything in it fails, not at all."""
-
-    @wraps(forward)
-    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
-        if isinstance(cache, MemoryCache):
-            return cache.whole_call(forward, model, *args, **kwargs)
-        return forward(model, *args, **kwargs)
-
-    return call

@@ -14,7 +14,8 @@ from transformers.utils import can_return_tuple
 
 from elastic_memory.memory import MEMORIES, Memory
 from elastic_memory.model.backbone import MemoryBackbone, Mixed
-from elastic_memory.model.cache import MemoryCache, whole_calls
+from elastic_memory.model.cache import MemoryCache
+from elastic_memory.model.calls import whole_calls
 from elastic_memory.model.compilation import compiled
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
@@ -164,7 +165,8 @@ class MemoryCausalLM(Mixed):
                         "the cache has read exactly these tokens, and cannot read the newest again: give what comes "
                         "next. If that looks the same, give an attention_mask that covers what was read, too"
                     )
-                cache.rollback(1)  # the newest token is read again, for its logits
+                with cache.newest_again():  # for its logits
+                    return super().generate(inputs, *args, **kwargs)
         return super().generate(inputs, *args, **kwargs)
 
     def _prepare_cache_for_generation(
