@@ -162,6 +162,15 @@ def test_masks_that_do_not_cover_the_tokens_are_refused(cached, shape, model):
         model(tokens(2, 10), attention_mask=torch.ones(shape), past_key_values=cache)
 
 
+@pytest.mark.parametrize("shape", [(2, 9), (1, 10), (3, 10), (2, 12), (2, 15), (1, 17), (2, 18)])
+def test_generation_on_a_warm_cache_refuses_masks_that_do_not_fit(shape, model):
+    cache = em.MemoryCache(model)
+    model(tokens(2, 7), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"attention_mask of shape .* for 2 rows of 10 tokens"):
+        model.generate(tokens(2, 10), attention_mask=torch.ones(shape), past_key_values=cache, max_new_tokens=2)
+    assert cache.clock == [7, 7]
+
+
 @pytest.fixture
 def saved(model, tmp_path):
     cache = em.MemoryCache(model)
