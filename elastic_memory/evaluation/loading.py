@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from elastic_memory.data import load_tokenizer
+from elastic_memory.data.places import missing_folder
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
@@ -45,8 +46,7 @@ def split_gguf(path: str) -> tuple[str, dict[str, str]]:
         return model_folder(path), {}
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{path}: reading GGUF files needs the package gguf: pip install 'elastic-memory[gguf]'")
-    folder, _, file = path.rpartition("/")
-    return folder or ".", {"gguf_file": file}
+    return str(Path(path).parent), {"gguf_file": Path(path).name}
 
 
 @contextmanager
@@ -59,6 +59,8 @@ def _missing(path: str) -> Iterator[None]:
 
 def model_folder(path: str) -> str:
     """Where the model of a run lies; any other folder, and a name on the hub, is itself."""
+    if wrong := missing_folder(path):
+        raise FileNotFoundError(wrong)
     inner = Path(path) / "model"
     if (inner / "config.json").exists():
         return str(inner)
@@ -77,13 +79,14 @@ def tokenizer_of(path: str) -> Tokenizer | None:
     return load_tokenizer(str(folder))
 
 
-def check_tokenizer(path: str, found: str, where: str) -> None:
-    """Refuse another tokenizer, given by its hash, than the one a checkpoint was trained with, if it says which."""
+def check_tokenizer(path: str, tokenizer: Tokenizer, where: str) -> None:
+    """Refuse another tokenizer than the one a checkpoint was trained with, if it says which."""
     note = Path(model_folder(path)) / "training.json"
     if not note.exists():
         return
     trained = json.loads(note.read_text())["tokenizer"]
-    if trained != found:
+    if not tokenizer.known_as(trained):
         raise ValueError(
-            f"{path} was trained with tokenizer {trained[:12]}, but {where} has {found[:12]}: use the model's tokenizer"
+            f"{path} was trained with tokenizer {trained[:12]}, but {where} has {tokenizer.sha256[:12]}: use the "
+            "model's tokenizer"
         )

@@ -22,6 +22,7 @@ from elastic_memory.evaluation.loading import load_model, tokenizer_of
 from elastic_memory.evaluation.losses import Model, Streamed, block_size_of, has_blocks, last_losses, streamed_losses
 from elastic_memory.evaluation.rows import Advance, Journal, Record, bootstrap, by_document, document_of, token_ids
 from elastic_memory.evaluation.spans import Span, encode, inside, locate, merge
+from elastic_memory.model.fingerprint import weights_hash
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.training.files import write_json
 
@@ -129,7 +130,7 @@ class KeyTokens:
     def __init__(self, reference: Model, tokenizer: Any, settings: Settings, folder: Path | None):
         self.reference, self.tokenizer, self.settings, self.folder = reference, tokenizer, settings, folder
         self.name = _name(getattr(reference, "name_or_path", "") or type(reference).__name__)
-        self.identity = {"reference": self.name, "fingerprint": fingerprint(reference)}
+        self.identity = {"reference": self.name, "weights": weights_hash(reference)}
         self.length = 0  # reference tokens of the text seen last
 
     def find(self, tokenizer: Any, text: Any) -> tuple[Int[Tensor, " token"], list[int]]:
@@ -226,15 +227,6 @@ def _together(reference: Model, scored: int) -> int:
 def transformers_tokenizer(tokenizer: Any) -> Any:
     """The tokenizer of transformers inside one of `elastic_memory.data`, or what came."""
     return getattr(tokenizer, "tokenizer", tokenizer)
-
-
-def fingerprint(model: Model) -> str:
-    """Tells models apart that have the same name: a hash of a few numbers of every weight, and their dtype."""
-    digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        few = weight.detach().flatten()[:: max(1, weight.numel() // 64)][:64].float().cpu().numpy()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + few.tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _name(origin: str) -> str:

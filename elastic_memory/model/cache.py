@@ -6,6 +6,8 @@ always be taken back, and a rollback inside the open block is exact.
 
 import hashlib
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from elastic_memory.model.modeling import MemoryCausalLM
 
 
+TEXTS = 1000  # that a cache can tell were read; each is 32 characters in a memory file
 AT_ONCE = 2**14  # tokens of whole blocks that a stream reads in one go: enough for long products, little to hold
 
 
@@ -38,6 +41,7 @@ class MemoryCache(Cache):
         self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.static = static
         backbone = model.base_model
+        self.owner = backbone.layers
         # Lists of their own: every token asks them, and modules are slow to find.
         self.memories = [layer.memory for layer in backbone.layers]
         self.attentions = [layer.self_attn for layer in backbone.layers]
@@ -53,10 +57,12 @@ class MemoryCache(Cache):
         self.columns = 0  # columns fed so far, padding included
         self.tokens: Tensor | None = None  # ids of the open block
         self.digests: list[str | None] = []  # of the ids in memory, by row; None if they are unknown
+        self.texts: list[str] = []  # what was read, as whoever gave it to the model calls it, newest last
         self.decoder: Decoder | None = None
         self.decoding = False  # whether the decoder's buffers are what this cache holds
         self.recording = False
         self.before: Self | None = None  # if recording: this cache as it was when its newest block closed
+        self.undo: dict[str, Any] | None = None  # inside a call: the fields to go back to if it fails
 
     # -- clock ---------------------------------------------------------------------------------------------------------
 
@@ -73,6 +79,7 @@ class MemoryCache(Cache):
     def begin(self, batch: int, device: torch.device) -> None:
         """Make room for `batch` rows, or check that they fit."""
         if not self.streams:
+            self.mark()
             sliding = self.locality.sliding
             self.streams = [
                 LayerStream(memory, batch, device, keep_raw=sliding or bool(memory.start(1, "meta")))
@@ -84,6 +91,7 @@ class MemoryCache(Cache):
         elif batch != self.batch:
             if batch % self.batch:
                 raise ValueError(f"a call with {batch} rows on a cache of {self.batch}: give as many, or a multiple")
+            self.mark()
             self.batch_repeat_interleave(batch // self.batch)
 
     def segment(self, takes: list[int], rope: Any, device: torch.device) -> Segment:
@@ -134,6 +142,8 @@ class MemoryCache(Cache):
             self.digests[row] = _digest(self.digests[row], ids)
             self.seen[row] += self.opened[row]
             self.opened[row] = 0
+        if self.tokens is not None:  # the next block's ids must not overwrite what a failing call goes back to
+            self.tokens = self.tokens.clone()
 
     def whole_blocks(self, remaining: list[int]) -> int:
         """How many blocks to read at once, each followed by more tokens: of rows with one clock, nothing open."""
@@ -182,6 +192,46 @@ class MemoryCache(Cache):
             digest = _digest(digest, ids[start : start + self.block_size])
         return digest == known
 
+    # -- calls that fail -----------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable(recursive=False)  # what `forward` computes may be compiled all the same
+    def whole_call(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What `forward` returns; if it fails, the cache is as it was.
+
+        No tensor is copied for that: a call writes into open blocks behind what was read, and replaces all else.
+        """
+        if self.undo is not None:  # a call inside a call
+            return forward(*args, **kwargs)
+        self.undo = {"opened": self.opened, "columns": self.columns}  # all that a step of the decoder changes
+        try:
+            return forward(*args, **kwargs)
+        except BaseException:
+            vars(self).update(self.undo, decoding=False)
+            raise
+        finally:
+            self.undo = None
+
+    def mark(self, anew: bool = False) -> None:
+        """Before more than the clocks changes: keep it to go back to; `anew`, even if something is kept already."""
+        if self.undo is not None and (anew or "streams" not in self.undo):
+            self.undo = vars(self._view())
+
+    @contextmanager
+    def newest_again(self) -> Iterator[None]:
+        """Take the newest token back, to be read again inside; if nothing is read, it is still there afterwards."""
+        opened, columns = self.opened, self.columns
+        self.rollback(1)
+        clock = self.clock
+        try:
+            yield
+        finally:
+            if self.clock == clock:
+                self.opened, self.columns = opened, columns
+
+    def note_text(self, digest: str) -> None:
+        """Remember that a text, given by 32 hexadecimal digits, was read: memory files tell it from new ones."""
+        self.texts = [*self.texts, digest][-TEXTS:]
+
     # -- rows, time travel ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
@@ -197,17 +247,31 @@ class MemoryCache(Cache):
         if self.before is not None:
             self.before.select(rows)
 
-    @torch.inference_mode(False)
-    def fork(self) -> Self:
-        """An independent copy; the original goes on unaffected."""
+    def _view(self) -> Self:
+        """A copy with clocks and lists of its own, on the same tensors."""
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy.seen, copy.opened, copy.digests = list(self.seen), list(self.opened), list(self.digests)
+        copy.streams = [stream.view() for stream in self.streams]
+        copy.before = None if self.before is None else self.before._view()
+        copy.undo = None
+        return copy
+
+    @torch.inference_mode(False)
+    def fork(self) -> Self:
+        """An independent copy; the original goes on unaffected."""
+        copy = self._view()
         copy.tokens = None if self.tokens is None else self.tokens.clone()
         copy.streams = [stream.fork() for stream in self.streams]
         copy.decoder, copy.decoding = None, False  # it has buffers of its own, so its graph must be its own
         copy.before = None if self.before is None else self.before.fork()
         return copy
+
+    def __copy__(self) -> Self:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self.fork()  # of the same model: its weights are not part of a cache
 
     def rollback(self, tokens: int) -> None:
         """Take back the newest tokens of every row: exact inside the open block, an error beyond it.

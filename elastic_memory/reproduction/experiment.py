@@ -269,4 +269,4 @@ def _listed(values: set[int]) -> str:
 
 def _reference(how: dict[str, Any]) -> str:
     """LongPPL's protocol without what differs from cell to cell, and the hash of the reference's weights."""
-    return f"{how['protocol'].partition(', keys=')[0]}, weights {how['reference']['fingerprint'][:8]}"
+    return f"{how['protocol'].partition(', keys=')[0]}, weights {how['reference']['weights'][:8]}"

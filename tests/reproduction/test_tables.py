@@ -205,7 +205,7 @@ def test_longppl_names_its_reference_and_warns_of_few_key_tokens(data, tmp_path,
     assert all(re.fullmatch(r"\d+(\.\d)?† \[.+\]", row[2]) for row in given.rows) and "fewer than 500" in given.note
     cell = json.loads((tmp_path / "mini-smoke.json").read_text())["cells"][1]
     named = cell["runs"][0]["measured"]["longppl"]["reference"]
-    assert named["reference"] == reference.name and len(named["fingerprint"]) >= 16
+    assert named["reference"] == reference.name and len(named["weights"]) == 64
     keys = [json.loads(path.read_text()) for path in (tmp_path / "work" / "keys").iterdir()]
     assert keys and all(isinstance(i, int) for key in keys for i in key["keys"]) and "text" in keys[0]
     monkeypatch.setattr(em.evaluation.longppl.__globals__["KeyTokens"], "_computed", None)  # found on disk from now on
