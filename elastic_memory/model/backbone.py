@@ -11,6 +11,7 @@ from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.decoder import Decoder
 from elastic_memory.model.layer import Rope
 from elastic_memory.model.rows import Rows, from_mask, from_positions
+from elastic_memory.model.unread import Call, unasked
 from elastic_memory.model.wavefront import Wavefront
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -55,11 +56,11 @@ class MemoryBackbone(Mixed):
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError(f"attention_mask of shape {tuple(attention_mask.shape)}: give [batch, column]")
         if use_cache and past_key_values is None:
-            past_key_values = MemoryCache(self._owner())
+            past_key_values = MemoryCache(self)
         if past_key_values is not None:
             if output_hidden_states:
                 raise ValueError("output_hidden_states: a stream keeps none of them; call without a cache")
-            hidden = self._stream(input_ids, inputs_embeds, attention_mask, past_key_values, keep)
+            hidden = self.stream(input_ids, inputs_embeds, attention_mask, past_key_values, keep)
             return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
         # A constant of a compiled graph, as blocks and operators demand: dynamo makes one of what `range` takes.
@@ -89,7 +90,8 @@ class MemoryBackbone(Mixed):
         states = None
         if output_hidden_states:
             states = (*(rows.restore(x) if rows else x for x in every[:-1]), hidden)
-        return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], hidden_states=states)
+        cache = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
+        return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], past_key_values=cache, hidden_states=states)
 
     def residual(self, embeddings: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
         """What layers add to: in bf16 under such an autocast, as float32 would double the traffic.
@@ -106,14 +108,10 @@ class MemoryBackbone(Mixed):
         """The norm behind the layers; of its own, as training compiles it."""
         return self.norm(hidden)
 
-    def _owner(self) -> Any:
-        """What a cache asks for its layers and parameters."""
-        return self
-
     @torch.compiler.disable  # clocks and buffers are Python's; a compiled model streams as it is
     @torch.inference_mode(False)  # a cache filled in inference mode must be of use outside it
     @torch.no_grad()  # innermost: leaving inference mode would switch gradients on again
-    def _stream(
+    def stream(
         self, ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None, cache: MemoryCache, keep: int
     ) -> Float[Tensor, "batch column width"]:
         """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length."""

@@ -20,6 +20,7 @@ from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
 from elastic_memory.model.loss import next_token_loss, summed_loss
 from elastic_memory.model.padding import PaddedRotary, pad_heads
+from elastic_memory.model.unread import Call, unasked
 from elastic_memory.model.wavefront import Wavefront, suit
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -60,11 +61,14 @@ class MemoryCausalLM(Mixed):
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
+            use_cache=False,  # it would be the backbone's own
             keep=kept,
             return_dict=True,
             **kwargs,
         )
         hidden, loss, logits = outputs.last_hidden_state, None, None
+        if labels is None and past_key_values is None:
+            past_key_values = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
         if labels is not None:
             targets = _predictable(labels, attention_mask, position_ids)
             loss = self._loss(hidden, self.lm_head.weight, targets, num_items_in_batch)
@@ -73,7 +77,7 @@ class MemoryCausalLM(Mixed):
             wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, wanted])
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=outputs.hidden_states
         )
 
     def compile_blocks(self, **options: Any) -> None:

@@ -209,7 +209,8 @@ def test_tuples_for_those_who_want_them(model, ids):
     loss, logits = model(ids, labels=ids, return_dict=False)
     torch.testing.assert_close(loss, model(ids, labels=ids).loss)
     torch.testing.assert_close(logits, model(ids).logits)
-    (hidden,) = model.model(ids, return_dict=False)
+    hidden, cache = model.model(ids, return_dict=False)
+    assert isinstance(cache, em.MemoryCache)
     torch.testing.assert_close(model.lm_head(hidden), logits)
 
 
