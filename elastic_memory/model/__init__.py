@@ -5,11 +5,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from elastic_memory.model.attach import attach_memory, detach_memory
 from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.configuration import MemoryLlamaConfig
-from elastic_memory.model.modeling import MemoryLlamaForCausalLM, MemoryLlamaModel
+from elastic_memory.model.modeling import MemoryLlamaForCausalLM, MemoryLlamaModel, name_causal_lm
 
 AutoConfig.register("memory_llama", MemoryLlamaConfig, exist_ok=True)
 AutoModel.register(MemoryLlamaConfig, MemoryLlamaModel, exist_ok=True)
 AutoModelForCausalLM.register(MemoryLlamaConfig, MemoryLlamaForCausalLM, exist_ok=True)
+
+name_causal_lm(MemoryLlamaForCausalLM)
 
 __all__ = [
     "MemoryCache", "MemoryLlamaConfig", "MemoryLlamaForCausalLM", "MemoryLlamaModel", "attach_memory", "detach_memory",

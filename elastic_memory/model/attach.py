@@ -10,8 +10,8 @@ from torch import nn
 
 from elastic_memory.memory import Geometry
 from elastic_memory.model.backbone import MemoryBackbone
-from elastic_memory.model.configuration import MemorySettings
-from elastic_memory.model.modeling import MemoryCausalLM, install
+from elastic_memory.model.configuration import MemorySettings, refuse_dropout
+from elastic_memory.model.modeling import MemoryCausalLM, install, name_causal_lm
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json
@@ -44,6 +44,7 @@ def attach_memory(
         raise ValueError(f"{type(model).__name__} has a memory already: detach_memory(model) first")
     if config.model_type not in FAMILIES or not hasattr(model, "lm_head"):
         raise ValueError(f"{type(model).__name__}: memory can be attached to causal LMs of {', '.join(FAMILIES)}")
+    refuse_dropout(config)
     if callable(sampling):
         raise ValueError("sampling: give a name, which can be saved; a function of your own goes to set_retrieval")
     given = {
@@ -70,6 +71,7 @@ def attach_memory(
         _restore(backbone, model.name_or_path)
     backbone.__class__ = type(f"Memory{original[1].__name__}", (MemoryBackbone, original[1]), WRAPPED)
     model.__class__ = type(f"Memory{original[0].__name__}", (MemoryCausalLM, original[0]), WRAPPED)
+    name_causal_lm(model.__class__)
     # Plain attributes: the original layers must not be registered twice.
     object.__setattr__(model, "_before_memory", original)
     setattr(config, SAVED, values | {"block_size": settings.geometry.block_size})

@@ -48,8 +48,12 @@ class MemoryBackbone(Mixed):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if kwargs.get("output_attentions"):
+        if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError("output_attentions: fused attention kernels do not return their weights")
+        if not kwargs.get("is_causal", True):
+            raise ValueError("is_causal=False: a memory holds what came before, so tokens see no later ones")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         source: Any = input_ids if input_ids is not None else inputs_embeds
         if source.shape[1] == 0:
             raise ValueError("no tokens: give at least one column")

@@ -124,6 +124,7 @@ class MemoryLlamaConfig(LlamaConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         _refuse_unknown(self, kwargs)
         super().__post_init__(**kwargs)
+        refuse_dropout(self)
         self.settings()
 
     def stored(self) -> Self:
@@ -193,6 +194,13 @@ def known(name: Any, names: Any, what: str) -> None:
         near = get_close_matches(str(name), list(names), 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{what}={name!r}: there are {', '.join(names)}.{hint}")
+
+
+def refuse_dropout(config: Any) -> None:
+    """Attention with memory runs on kernels without dropout."""
+    rate = getattr(config, "attention_dropout", 0)
+    if rate:
+        raise ValueError(f"attention_dropout={rate}: attention with memory has no dropout; give attention_dropout=0.0")
 
 
 # What transformers itself passes beside the declared fields, in files and in code.

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
@@ -18,7 +20,7 @@ from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.compilation import compiled
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
-from elastic_memory.model.loss import next_token_loss, summed_loss
+from elastic_memory.model.loss import next_token_loss, plain_head, summed_loss
 from elastic_memory.model.padding import PaddedRotary, pad_heads
 from elastic_memory.model.unread import Call, unasked
 from elastic_memory.model.wavefront import Wavefront, suit
@@ -44,17 +46,18 @@ class MemoryCausalLM(Mixed):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Int[Tensor, "batch column"] | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """As every causal LM of transformers.
 
-        Labelled calls longer than 8,192 tokens return `logits=None`, unless `logits_to_keep` asks for some.
+        Labelled calls in training longer than 8,192 tokens return `logits=None`, unless `logits_to_keep` asks for some.
         """
-        if labels is not None and self.training and (past_key_values is not None or use_cache):
+        labelled = labels is not None or shift_labels is not None
+        if labelled and self.training and (past_key_values is not None or use_cache):
             raise ValueError("training reads whole samples, with memory inside the call: leave past_key_values out")
         if use_cache and past_key_values is None:
             past_key_values = MemoryCache(self)
-        kept = logits_to_keep if isinstance(logits_to_keep, int) and labels is None else 0
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -62,23 +65,46 @@ class MemoryCausalLM(Mixed):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=False,  # it would be the backbone's own
-            keep=kept,
+            keep=logits_to_keep if isinstance(logits_to_keep, int) and not labelled else 0,
             return_dict=True,
             **kwargs,
         )
-        hidden, loss, logits = outputs.last_hidden_state, None, None
-        if labels is None and past_key_values is None:
+        if not labelled and past_key_values is None:
             past_key_values = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
-        if labels is not None:
-            targets = _predictable(labels, attention_mask, position_ids)
-            loss = self._loss(hidden, self.lm_head.weight, targets, num_items_in_batch)
+        hidden, loss, logits = outputs.last_hidden_state, None, None
         asked = not isinstance(logits_to_keep, int) or logits_to_keep > 0
-        if labels is None or asked or hidden.shape[0] * hidden.shape[1] <= LOGITS_AT_MOST:
-            wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        few = hidden.shape[0] * hidden.shape[1] <= LOGITS_AT_MOST
+        if asked or few or not labelled or not self.training:
             logits = self.lm_head(hidden[:, wanted])
+        if labelled:
+            if labels is not None:
+                labels = _predictable(labels, attention_mask, position_ids)
+            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            loss = self._labelled_loss(hidden, None if asked else logits, given | kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=outputs.hidden_states
         )
+
+    def _labelled_loss(
+        self, hidden: Float[Tensor, "batch column width"], logits: Tensor | None, given: dict[str, Any]
+    ) -> Float[Tensor, ""]:
+        """The loss, without logits where the head is a plain one, or of all logits, if they are there already."""
+        if self.loss_function is not ForCausalLMLoss:
+            logits = self.lm_head(hidden) if logits is None else logits
+            given = {name: value for name, value in given.items() if value is not None or name == "labels"}
+            return self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **given)
+        if given.get("ignore_index", -100) != -100:
+            raise ValueError(f"ignore_index={given['ignore_index']}: labels that do not count are -100")
+        head = self.lm_head
+        if plain_head(head, hidden):
+            source = hidden, head.weight
+        else:
+            source = (hidden, head) if logits is None else (logits, nn.Identity())
+        shifted = given["shift_labels"]
+        if shifted is not None:
+            return self._loss(*source, shifted, given["num_items_in_batch"], shifted=True)
+        return self._loss(*source, given["labels"], given["num_items_in_batch"])
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile training and the single steps of static caches; layers that are alike share graphs.
@@ -192,6 +218,11 @@ def _predictable(labels: Tensor, mask: Tensor | None, positions: Tensor | None) 
     if positions is not None and positions.shape == labels.shape:
         labels = labels.masked_fill(positions == 0, -100)
     return labels
+
+
+def name_causal_lm(kind: type) -> None:
+    """Tell transformers that this class is a causal LM: Trainer's label smoothing shifts labels for those it knows."""
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.__name__] = kind.__name__
 
 
 def install(backbone: Any, settings: MemorySettings) -> None:

@@ -2,10 +2,17 @@
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
+from elastic_memory.model import loss, modeling
 from tests.conftest import small_model
+
+SHAPE = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=61, initializer_range=0.2, max_position_embeddings=256, head_dim=8, pad_token_id=0,
+)  # fmt: skip
 
 # -- decoding by hand --------------------------------------------------------------------------------------------------
 
@@ -92,3 +99,161 @@ def test_a_compiled_model_is_decoded_by_hand_too(model, ids):
         following = model(ids[:, 30:], past_key_values=output.past_key_values).logits
         torch.testing.assert_close(following, model(ids).logits[:, 30:], atol=1e-4, rtol=0)
     torch._dynamo.reset()
+
+
+# -- heads and losses --------------------------------------------------------------------------------------------------
+
+
+class Adapted(torch.nn.Module):
+    """A head with a low-rank adapter, and dropout before it, as adapters have."""
+
+    def __init__(self, head, rate=0.0):
+        super().__init__()
+        self.base, self.weight = head, head.weight
+        self.low = torch.nn.Parameter(torch.randn(4, head.in_features))
+        self.high = torch.nn.Parameter(torch.randn(head.out_features, 4))
+        self.dropout = torch.nn.Dropout(rate)
+
+    def forward(self, hidden):
+        return self.base(hidden) + self.dropout(hidden) @ self.low.T @ self.high.T
+
+
+def adapt(model):
+    model.lm_head = Adapted(model.lm_head)
+
+
+def add_bias(model):
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(61))
+
+
+def add_hook(model):
+    model.lm_head.register_forward_hook(lambda head, args, logits: 2 * logits)
+
+
+def add_pre_hook(model):
+    model.lm_head.register_forward_pre_hook(lambda head, args: 2 * args[0])
+
+
+def patch(model):
+    """As accelerate does, for weights that are elsewhere."""
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: forward(2 * hidden)
+
+
+def normalise(model):
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
+def loss_of_logits(model, ids):
+    return torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("most", [10_000, 50])  # tokens whose logits are returned
+@pytest.mark.parametrize("change", [adapt, add_bias, add_hook, add_pre_hook, patch, normalise])
+def test_the_loss_is_that_of_the_logits_whatever_the_head(change, most, ids, monkeypatch):
+    monkeypatch.setattr(modeling, "LOGITS_AT_MOST", most)
+    monkeypatch.setattr(loss, "PIECE", 7)
+    model = small_model(tie_word_embeddings=False)
+    change(model)
+    expected = loss_of_logits(model, ids)
+    expected.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for training in (False, True):
+        found = model.train(training)(ids, labels=ids).loss
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-4)
+        model.zero_grad()
+
+
+def test_a_head_with_dropout_is_differentiated_as_it_was_computed(monkeypatch):
+    """Pieces are computed again in the backward pass, with the same dropout: which tokens count, the gradient shows."""
+    head = Adapted(torch.nn.Linear(8, 61, bias=False), rate=0.5)
+    hidden, labels = torch.eye(8).repeat(4, 1), torch.arange(32)
+    dropped = []
+    head.dropout.register_forward_hook(lambda module, args, output: dropped.append(output.detach().clone()))
+    monkeypatch.setattr(loss, "PIECE", 16)
+    loss.summed_loss(hidden, head, labels).backward()
+    first, again = dropped[:2], dropped[2:]
+    assert len(again) == 2 and all(any(torch.equal(one, other) for other in again) for one in first)
+
+
+def test_a_plain_head_takes_the_short_way(model, ids, monkeypatch):
+    monkeypatch.setattr(modeling, "LOGITS_AT_MOST", 50)
+    monkeypatch.setattr(model.lm_head, "_call_impl", None, raising=False)  # nobody calls it
+    assert torch.isfinite(model.train()(ids, labels=ids).loss)
+
+
+def test_labels_that_are_shifted_already(model, ids):
+    shifted = torch.cat((ids[:, 1:], ids[:, :1]), 1)
+    expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), shifted.flatten())
+    torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, expected)
+    torch.testing.assert_close(model(ids, shift_labels=shifted).loss, expected)
+    adapt(model)
+    expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), shifted.flatten())
+    torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, expected)
+
+
+def test_a_loss_function_of_ones_own(model, ids, monkeypatch):
+    monkeypatch.setattr(modeling, "LOGITS_AT_MOST", 50)
+    given = {}
+
+    def own(logits, labels, vocab_size, **kwargs):
+        given.update(kwargs, logits=logits, labels=labels, vocab_size=vocab_size)
+        return logits.square().mean()
+
+    model.loss_function = own
+    output = model.train()(ids, labels=ids, num_items_in_batch=7)
+    assert torch.equal(output.loss, given["logits"].square().mean()) and given["logits"].shape == (2, 45, 61)
+    assert torch.equal(given["labels"], ids) and given["vocab_size"] == 61 and given["num_items_in_batch"] == 7
+
+
+def test_what_the_loss_cannot_do_is_refused(model, ids):
+    with pytest.raises(ValueError, match="ignore_index=0"):
+        model(ids, labels=ids, ignore_index=0)
+    with pytest.raises(ValueError, match="is_causal"):
+        model(ids, is_causal=False)
+
+
+@pytest.mark.parametrize("kind", ["own", "attached"])
+def test_label_smoothing_of_the_trainer_predicts_the_next_token(kind, ids, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = small_model()
+    if kind == "attached":
+        model = em.attach_memory(Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval(), order=11, points=5, block_size=8)
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    trainer = Trainer(model, arguments)
+    found = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, expected)
+
+
+# -- switches ----------------------------------------------------------------------------------------------------------
+
+
+def test_attention_dropout_is_refused():
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
+        small_model(attention_dropout=0.1)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, attention_dropout=0.1))
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
+        em.attach_memory(model)
+    assert type(model) is Qwen3ForCausalLM
+
+
+def test_the_configuration_asks_for_hidden_states(model, ids):
+    expected = model(ids, output_hidden_states=True).hidden_states
+    model.config.output_hidden_states = True
+    for mine, theirs in zip(model(ids).hidden_states, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert model(ids, output_hidden_states=False).hidden_states is None
+
+
+def test_the_configuration_asks_for_attentions(model, ids):
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(ids)

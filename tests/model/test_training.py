@@ -176,8 +176,10 @@ def test_loss_in_pieces_is_the_loss(model, ids, monkeypatch):
     torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=10).loss, expected * (2 * 40) / 10)
 
 
-def test_long_labelled_calls_make_no_logits(model, ids, monkeypatch):
+def test_long_training_calls_make_no_logits(model, ids, monkeypatch):
     monkeypatch.setattr(modeling, "LOGITS_AT_MOST", 50)
+    assert torch.equal(model(ids, labels=ids).logits, model(ids).logits)  # in evaluation they are what is predicted
+    model.train()
     assert model(ids, labels=ids).logits is None
     assert model(ids, labels=ids, logits_to_keep=3).logits.shape == (2, 3, 61)
     assert model(ids[:, :20], labels=ids[:, :20]).logits.shape == (2, 20, 61)
