@@ -11,7 +11,8 @@ from torch import nn
 from elastic_memory.memory import Geometry
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import MemorySettings, refuse_dropout
-from elastic_memory.model.modeling import MemoryCausalLM, install, name_causal_lm
+from elastic_memory.model.layer import HOOKS
+from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json
@@ -20,6 +21,9 @@ DEFAULTS: dict[str, Any] = {
     "memory": "elastic", "memory_layers": None, "local_attention": "block", "memory_order": None,
     "memory_points": None, "sampling": None, "sampling_options": None, "memory_options": {}, "block_size": 2048,
 }  # fmt: skip
+# Saved with the weights of a model with memory. Whoever loads them into a model without one, which transformers can do
+# without us, is told by transformers that this was not used.
+REMINDER = "elastic_memory_attach_memory_restores_the_memory"
 
 
 def attach_memory(
@@ -28,66 +32,101 @@ def attach_memory(
     order: int | None = None,
     points: int | None = None,
     sampling: str | None = None,
-    block_size: int = 2048,
-    memory: str = "elastic",
-    local_attention: str = "block",
+    block_size: int | None = None,
+    memory: str | None = None,
+    local_attention: str | None = None,
     sampling_options: dict[str, float] | None = None,
     **memory_options: Any,
 ) -> Any:
     """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 a memory, in place; its own weights stay where they are.
 
-    Without further arguments, a model that was saved with memory gets the memory it was saved with. Elastic memory adds
-    no parameters. Until a first block is complete the model computes what it did before, inside one block.
+    What is not given is as the model was saved, if it was saved with this memory; else elastic memory in blocks of
+    2,048. Elastic memory adds no parameters. Until a first block is complete the model computes what it did before,
+    inside one block.
     """
     config = model.config
-    if isinstance(model, MemoryCausalLM):
-        raise ValueError(f"{type(model).__name__} has a memory already: detach_memory(model) first")
-    if config.model_type not in FAMILIES or not hasattr(model, "lm_head"):
-        raise ValueError(f"{type(model).__name__}: memory can be attached to causal LMs of {', '.join(FAMILIES)}")
-    refuse_dropout(config)
+    _check(model)
     if callable(sampling):
         raise ValueError("sampling: give a name, which can be saved; a function of your own goes to set_retrieval")
-    given = {
+    named = {
         "memory": memory, "memory_layers": layers, "local_attention": local_attention, "memory_order": order,
-        "memory_points": points, "sampling": sampling, "sampling_options": sampling_options,
-        "memory_options": memory_options, "block_size": block_size,
+        "memory_points": points, "sampling": sampling, "sampling_options": sampling_options, "block_size": block_size,
     }  # fmt: skip
-    saved = getattr(config, SAVED, None)
-    again = bool(saved) and given == DEFAULTS
-    values = dict(saved) if again else dict(given)
-    settings = MemorySettings(geometry=_geometry(config, values.pop("block_size")), **values)
-    window = getattr(config, "sliding_window", None)
-    if window and (settings.local_attention == "full" or settings.geometry.block_size > window):
-        raise ValueError(
-            f"{type(model).__name__} looks back {window} tokens, which block_size={settings.geometry.block_size} with "
-            f"local_attention={settings.local_attention!r} exceeds: give a block_size up to {window}"
-        )
+    given = {name: value for name, value in named.items() if value is not None}
+    saved = getattr(config, SAVED, None) or {}
+    again = bool(saved) and memory in (None, saved["memory"])
+    values = DEFAULTS | (_kept(saved, given) if again else {}) | given
+    values["memory_options"] = values["memory_options"] | memory_options
+    settings = _settings(model, values)
 
+    # All that may fail comes before the first change.
     backbone = model.model
-    original = (model.__class__, backbone.__class__, backbone.layers)
-    install(backbone, settings)
-    _match(backbone, model)
+    installed = memory_layers(backbone, settings)
+    _match(installed, model)
     if again:
-        _restore(backbone, model.name_or_path)
+        _restore(installed, model.name_or_path)
+    original = (model.__class__, backbone.__class__, backbone.layers)
+    backbone.layers = installed
     backbone.__class__ = type(f"Memory{original[1].__name__}", (MemoryBackbone, original[1]), WRAPPED)
     model.__class__ = type(f"Memory{original[0].__name__}", (MemoryCausalLM, original[0]), WRAPPED)
     name_causal_lm(model.__class__)
+    model.register_buffer(REMINDER, torch.zeros((), dtype=torch.uint8, device=model.device))
     # Plain attributes: the original layers must not be registered twice.
     object.__setattr__(model, "_before_memory", original)
-    setattr(config, SAVED, values | {"block_size": settings.geometry.block_size})
+    setattr(config, SAVED, values)
     return model
 
 
 def detach_memory(model: Any) -> Any:
     """Undo `attach_memory`: the model it was, with the weights it has now."""
+    _refuse_wrapped(model, "detach_memory")
     original = getattr(model, "_before_memory", None)
     if original is None:
         raise ValueError(f"{type(model).__name__} has no attached memory")
     model.__class__, model.model.__class__, model.model.layers = original
     object.__delattr__(model, "_before_memory")
+    delattr(model, REMINDER)
     if hasattr(model.config, SAVED):
         delattr(model.config, SAVED)
     return model
+
+
+def _check(model: Any) -> None:
+    """Refuse what no memory can be attached to."""
+    _refuse_wrapped(model, "attach_memory")
+    if isinstance(model, MemoryCausalLM):
+        raise ValueError(f"{type(model).__name__} has a memory already: detach_memory(model) first")
+    if model.config.model_type not in FAMILIES or not hasattr(model, "lm_head"):
+        raise ValueError(f"{type(model).__name__}: memory can be attached to causal LMs of {', '.join(FAMILIES)}")
+    refuse_dropout(model.config)
+    for index, layer in enumerate(model.model.layers):
+        for name, part in ((f"layers.{index}", layer), (f"layers.{index}.self_attn", layer.self_attn)):
+            if any(getattr(part, hooks) for hooks in HOOKS):
+                raise ValueError(f"{name} has hooks, which its replacement would not have: remove them, and hook again")
+
+
+def _refuse_wrapped(model: Any, function: str) -> None:
+    if hasattr(model, "get_base_model"):  # peft's
+        raise ValueError(f"{type(model).__name__} wraps the model: {function}(model.get_base_model()) works in place")
+
+
+def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What still holds of the saved settings: options of a sampling are of no use to another."""
+    other = "sampling" in given and given["sampling"] != saved["sampling"]
+    return saved | ({"sampling_options": None} if other else {})
+
+
+def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
+    """The settings, checked against the model's own window."""
+    values = dict(values)
+    settings = MemorySettings(geometry=_geometry(model.config, values.pop("block_size")), **values)
+    window = getattr(model.config, "sliding_window", None)
+    if window and (settings.local_attention == "full" or settings.geometry.block_size > window):
+        raise ValueError(
+            f"{type(model).__name__} looks back {window} tokens, which block_size={settings.geometry.block_size} with "
+            f"local_attention={settings.local_attention!r} exceeds: give a block_size up to {window}"
+        )
+    return settings
 
 
 def _geometry(config: Any, block_size: int) -> Geometry:
@@ -103,11 +142,11 @@ def _geometry(config: Any, block_size: int) -> Geometry:
 
 
 @torch.no_grad()
-def _restore(backbone: Any, name: str) -> None:
+def _restore(layers: nn.ModuleList, name: str) -> None:
     """Memory's own parameters from the checkpoint, where a model that knew of no memory left them."""
     wanted = {
         f"model.layers.{index}.self_attn.memory.{part}": parameter
-        for index, layer in enumerate(backbone.layers)
+        for index, layer in enumerate(layers)
         for part, parameter in layer.memory.named_parameters()
     }
     if not wanted:
@@ -116,15 +155,21 @@ def _restore(backbone: Any, name: str) -> None:
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as stored:
             for found in wanted.keys() & set(stored.keys()):
-                wanted.pop(found).copy_(stored.get_tensor(found))
+                there, here = stored.get_tensor(found), wanted.pop(found)
+                if there.shape != here.shape:
+                    raise ValueError(
+                        f"{found} is {list(there.shape)} in {name} and {list(here.shape)} with these settings: "
+                        "give the sizes that it was trained with, or memory=... for another one"
+                    )
+                here.copy_(there)
     if wanted:
         raise ValueError(f"{name}: its memory was saved without {min(wanted)}")
 
 
-def _match(backbone: Any, model: nn.Module) -> None:
+def _match(layers: nn.ModuleList, model: nn.Module) -> None:
     """New parameters go where the layer's own are, in their precision, initialised."""
-    for layer in backbone.layers:
-        like = layer.self_attn.q_proj.weight
+    for layer in layers:
+        like = layer.input_layernorm.weight  # projections may be quantised
         layer.memory.to(device=like.device, dtype=like.dtype)
         layer.memory.reset()
         layer.train(model.training)

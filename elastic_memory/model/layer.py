@@ -22,6 +22,7 @@ from elastic_memory.shapes import Bool, Float, Int, Tensor
 Heads = Float[Tensor, "batch head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 ALIGNED = 32  # tokens: numbers of each then fill 128 bytes, and nothing is copied to begin at such a border
 
 
@@ -79,6 +80,15 @@ class MemoryAttention(nn.Module):
         self.memory = memory
         # A probe: replaces the block's own keys and values in attention; memory is written from the clean ones.
         self.corrupt: Callable[[Heads, Heads], tuple[Heads, Heads]] | None = None
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "a hook on self_attn would never run, as its layer calls only its parts: "
+            "hook the layer, or q_proj, k_proj, v_proj or o_proj"
+        )
+
+    register_forward_hook = register_forward_pre_hook = register_backward_hook = _refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = _refuse_hook
 
     def project(self, hidden: Float[Tensor, "batch token width"]) -> tuple[Heads, Heads, Heads]:
         """Queries, keys and values before rotary positions."""

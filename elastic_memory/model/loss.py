@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic_memory.kernels import triton_runs_on
+from elastic_memory.model.layer import HOOKS
 from elastic_memory.shapes import Float, Int, Tensor
 
 # A weight [vocabulary, width], or a module that does more than multiply by one.
@@ -20,14 +21,13 @@ SHARE = 1 / 8  # of a GPU's memory that logits may take in float32
 
 def plain_head(head: nn.Module, hidden: Tensor) -> bool:
     """Whether a head computes `hidden @ head.weight.T`, and nothing else happens when it is called."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return (
         type(head) is nn.Linear
         and head.bias is None
         and type(head.weight) is nn.Parameter
         and head.weight.device == hidden.device
         and "forward" not in head.__dict__  # accelerate replaces it
-        and not any(getattr(head, name) for name in hooks)
+        and not any(getattr(head, name) for name in HOOKS)
     )
 
 

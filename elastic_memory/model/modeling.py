@@ -225,12 +225,12 @@ def name_causal_lm(kind: type) -> None:
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.__name__] = kind.__name__
 
 
-def install(backbone: Any, settings: MemorySettings) -> None:
-    """Replace the layers of a Llama-like model by layers with memory, which share their parameters."""
+def memory_layers(backbone: Any, settings: MemorySettings) -> nn.ModuleList:
+    """The layers of a Llama-like model with memory, which share its parameters."""
     kept = [
         MemoryLayer(layer, settings.memory_at(index), settings.locality) for index, layer in enumerate(backbone.layers)
     ]
-    backbone.layers = nn.ModuleList(kept)
+    return nn.ModuleList(kept)
 
 
 class _Initialised(Mixed):
@@ -266,7 +266,7 @@ class MemoryLlamaModel(MemoryBackbone, _Initialised, LlamaModel):
     def __init__(self, config: MemoryLlamaConfig):
         super().__init__(config.stored())
         self.config = config
-        install(self, config.settings(stored=True))
+        self.layers = memory_layers(self, config.settings(stored=True))
         if config.pad_heads:
             self.rotary_emb = PaddedRotary(LlamaRotaryEmbedding(config), config.stored().head_dim)
             for layer in self.layers:

@@ -257,3 +257,33 @@ def test_the_configuration_asks_for_attentions(model, ids):
     model.config.output_attentions = True
     with pytest.raises(ValueError, match="output_attentions"):
         model(ids)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)  # fmt: skip
+def test_hooks_that_would_never_run_are_refused(register, model, ids):
+    """The layer calls the parts of its attention, never the whole; hooks on layers and parts run."""
+    layer = model.model.layers[1]
+    with pytest.raises(ValueError, match="hook the layer, or q_proj, k_proj, v_proj or o_proj"):
+        getattr(layer.self_attn, register)(lambda *args: None)
+    called = []
+    getattr(layer, register)(lambda *args: called.append(1))
+    getattr(layer.self_attn.o_proj, register)(lambda *args: called.append(1))
+    model(ids).logits.sum().backward()
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("part", ["layers.1", "layers.1.self_attn"])
+def test_hooks_that_attaching_would_drop_are_refused(part):
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    hook = model.model.get_submodule(part).register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match=f"{part} has hooks"):
+        em.attach_memory(model)
+    assert type(model) is Qwen3ForCausalLM
+    hook.remove()
+    em.attach_memory(model)
