@@ -1,5 +1,6 @@
 """`MemoryLlamaConfig`: a Llama and the memory it carries, strict about what it is told."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -122,10 +123,24 @@ class MemoryLlamaConfig(LlamaConfig):
     residual_in_fp32: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        _refuse_unknown(self, kwargs)
-        super().__post_init__(**kwargs)
+        loaded = kwargs.pop(LOADED, {})
+        for name, near in _unknown(type(self), kwargs).items():
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ValueError(f"MemoryLlamaConfig has no setting {name!r}{hint}")
+        super().__post_init__(**kwargs, **loaded)
         refuse_dropout(self)
         self.settings()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers. Keys that are unknown here are kept for those who know them, and named in a warning."""
+        unknown = _unknown(cls, config_dict)
+        if unknown:
+            said = [f"{name} (did you mean {near!r}?)" if near else name for name, near in unknown.items()]
+            warnings.warn(f"a configuration with keys that are unknown: {', '.join(said)}", stacklevel=2)
+        loaded = {name: value for name, value in config_dict.items() if name in unknown}
+        known = {name: value for name, value in config_dict.items() if name not in unknown}
+        return super().from_dict(known | {LOADED: loaded}, **kwargs)
 
     def stored(self) -> Self:
         """The configuration whose shapes the weights have: with `pad_heads`, heads of a multiple of 8."""
@@ -205,16 +220,15 @@ def refuse_dropout(config: Any) -> None:
 
 # What transformers itself passes beside the declared fields, in files and in code.
 _TRANSFORMERS = {
-    "attn_implementation", "dtype", "model_type", "name_or_path", "num_labels", "output_attentions", "rope_scaling",
-    "rope_theta", "torch_dtype", "experts_implementation", "default_theta", "ignore_keys_at_rope_validation",
-    "return_unused_kwargs",
+    "attn_implementation", "auto_map", "dtype", "model_type", "name_or_path", "num_labels", "output_attentions",
+    "quantization_config", "rope_scaling", "rope_theta", "torch_dtype", "experts_implementation", "default_theta",
+    "ignore_keys_at_rope_validation", "return_unused_kwargs",
 }  # fmt: skip
+LOADED = "_loaded"  # how `from_dict` passes on what is unknown
 
 
-def _refuse_unknown(config: MemoryLlamaConfig, kwargs: dict[str, Any]) -> None:
-    names = [item.name for item in fields(config)]
-    for name in kwargs:
-        if name not in _TRANSFORMERS and not name.startswith("_"):
-            near = get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"MemoryLlamaConfig has no setting {name!r}{hint}")
+def _unknown(kind: Any, given: dict[str, Any]) -> dict[str, str | None]:
+    """Keys that no setting has, each with the setting that may be meant."""
+    names = [item.name for item in fields(kind)]
+    unknown = [name for name in sorted(given.keys() - {*names, *_TRANSFORMERS}) if not name.startswith("_")]
+    return {name: next(iter(get_close_matches(name, names, 1)), None) for name in unknown}
