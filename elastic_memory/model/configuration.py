@@ -1,9 +1,11 @@
 """`MemoryLlamaConfig`: a Llama and the memory it carries, strict about what it is told."""
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -30,6 +32,19 @@ COMMON = {
     "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
+
+
+# What saved models carry for programs that do not import us.
+CODE = "elastic_memory_classes"
+AUTO_CLASSES = {
+    "AutoConfig": "MemoryLlamaConfig",
+    "AutoModel": "MemoryLlamaModel",
+    "AutoModelForCausalLM": "MemoryLlamaForCausalLM",
+}
+IMPORTS = f'''"""The code of this model is in elastic_memory (pip install elastic-memory): import that, and it loads."""
+
+from elastic_memory import {", ".join(AUTO_CLASSES.values())}  # noqa: F401
+'''
 
 
 @dataclass(frozen=True)
@@ -141,6 +156,17 @@ class MemoryLlamaConfig(LlamaConfig):
         loaded = {name: value for name, value in config_dict.items() if name in unknown}
         known = {name: value for name, value in config_dict.items() if name not in unknown}
         return super().from_dict(known | {LOADED: loaded}, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with a line of code by which `trust_remote_code=True` finds our classes."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        Path(save_directory, f"{CODE}.py").write_text(IMPORTS, encoding="utf-8")
+        self.auto_map = {auto: f"{CODE}.{name}" for auto, name in AUTO_CLASSES.items()}
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing to do: models are saved with a line that imports our code, never with a copy of it."""
 
     def stored(self) -> Self:
         """The configuration whose shapes the weights have: with `pad_heads`, heads of a multiple of 8."""

@@ -252,6 +252,10 @@ class _Initialised(Mixed):
             )
         return (model, info) if output_loading_info else model
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to do, as for the configuration."""
+
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Memory):

@@ -1,8 +1,12 @@
 """What users of transformers take for granted: calls without a cache, heads, losses and switches are honoured."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
@@ -287,3 +291,33 @@ def test_hooks_that_attaching_would_drop_are_refused(part):
     assert type(model) is Qwen3ForCausalLM
     hook.remove()
     em.attach_memory(model)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+LOAD = "import sys\nfrom transformers import AutoModelForCausalLM as A\nprint(type(A.from_pretrained(sys.argv[1]{})))"
+
+
+def loaded_by_a_stranger(folder, code, home):
+    """What a program says that loads a model, and never imports elastic_memory itself."""
+    env = os.environ | {"HF_MODULES_CACHE": str(home)}
+    command = [sys.executable, "-c", code, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, stdin=subprocess.DEVNULL)
+
+
+def test_models_tell_transformers_where_their_code_is(model, tmp_path):
+    """Trusted, they load without our import; not trusted, transformers says that there is code, not to upgrade."""
+    model.save_pretrained(tmp_path / "model")
+    trusted = loaded_by_a_stranger(tmp_path / "model", LOAD.format(", trust_remote_code=True"), tmp_path)
+    assert "elastic_memory.model.modeling.MemoryLlamaForCausalLM" in trusted.stdout, trusted.stderr
+    refused = loaded_by_a_stranger(tmp_path / "model", LOAD.format(""), tmp_path)
+    assert "contains custom code" in refused.stderr and "out of date" not in refused.stderr
+    imported = loaded_by_a_stranger(tmp_path / "model", "import elastic_memory\n" + LOAD.format(""), tmp_path)
+    assert "elastic_memory.model.modeling.MemoryLlamaForCausalLM" in imported.stdout, imported.stderr
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    loaded.register_for_auto_class("AutoModelForCausalLM")  # as transformers does when it is told to trust
+    loaded.save_pretrained(tmp_path / "again")
+    for name in ("config.json", "elastic_memory_classes.py"):
+        assert (tmp_path / "again" / name).read_text() == (tmp_path / "model" / name).read_text()
+    assert len(list((tmp_path / "again").glob("*.py"))) == 1
