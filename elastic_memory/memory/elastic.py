@@ -99,7 +99,7 @@ class ElasticMemory(Memory):
 
     def _direct(self, plan: Direct, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
         """W_i times the raw history: no state, and no block waits for another."""
-        return _Direct.apply(signal, self.geometry.block_size, self.detach_every, *plan.weights).unbind(0)
+        return _Direct.apply(signal, self.geometry.block_size, self.detach_every, tuple(plan.weights)).unbind(0)
 
     def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
         """P and K block by block; products in the signal's precision, state and sums in float32."""
@@ -136,19 +136,23 @@ class _Direct(torch.autograd.Function):
     would make one product per reading, as long as its history, and add them up in memory.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, signal: Float[Tensor, "token feature"], *rest: Any) -> Float[Tensor, "reading point feature"]:
-        # By name they would be as many as what comes in for two readings, which torch's compiler takes for a function
-        # without a context.
-        ctx.size, ctx.detach_every, *weights = rest
-        ctx.save_for_backward(*weights)
-        ctx.tokens = len(signal)
+    def forward(
+        signal: Float[Tensor, "token feature"], size: int, detach_every: int | None, weights: tuple[Tensor, ...]
+    ) -> Float[Tensor, "reading point feature"]:
         with torch.autocast(signal.device.type, enabled=False):  # backward has none, and must find the same types
             return torch.stack([weight @ signal[: weight.shape[1]] for weight in weights])
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        signal, ctx.size, ctx.detach_every, ctx.weights = inputs  # weights are constants of the plan
+        ctx.tokens = len(signal)
+
+    @staticmethod
     def backward(ctx: Any, gradient: Float[Tensor, "reading point feature"]) -> tuple:  # type: ignore[override]
-        weights, size, every = ctx.saved_tensors, ctx.size, ctx.detach_every
+        weights, size, every = ctx.weights, ctx.size, ctx.detach_every
         parts = []
         for block in range(len(weights)):
             # Readings of the blocks behind this one, up to the next cut.
@@ -160,7 +164,7 @@ class _Direct(torch.autograd.Function):
                 parts.append(gradient.new_zeros(size, gradient.shape[2]))
         unread = ctx.tokens - len(weights) * size
         parts.append(gradient.new_zeros(unread, gradient.shape[2]))
-        return torch.cat(parts), None, None, *([None] * len(weights))
+        return torch.cat(parts), None, None, None
 
 
 def _fields(bank: Bank) -> tuple[int, int, Any, tuple]:

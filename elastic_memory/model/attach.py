@@ -1,5 +1,6 @@
 """Memory for a model that exists already: attach it, train or use it, take it off again."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ def attach_memory(
         _restore(installed, model.name_or_path)
     original = (model.__class__, backbone.__class__, backbone.layers)
     backbone.layers = installed
-    backbone.__class__ = type(f"Memory{original[1].__name__}", (MemoryBackbone, original[1]), WRAPPED)
-    model.__class__ = type(f"Memory{original[0].__name__}", (MemoryCausalLM, original[0]), WRAPPED)
+    backbone.__class__ = with_memory(MemoryBackbone, original[1])
+    model.__class__ = with_memory(MemoryCausalLM, original[0])
     name_causal_lm(model.__class__)
     model.register_buffer(REMINDER, torch.zeros((), dtype=torch.uint8, device=model.device))
     # Plain attributes: the original layers must not be registered twice.
@@ -89,6 +90,20 @@ def detach_memory(model: Any) -> Any:
     if hasattr(model.config, SAVED):
         delattr(model.config, SAVED)
     return model
+
+
+@cache
+def with_memory(mixin: type, original: type) -> type:
+    """The class `original` with a memory. Its instances are pickled by what it is made of, as it has no name."""
+
+    def reduce(self: Any) -> tuple:
+        return _new, (mixin, original), vars(self)
+
+    return type(f"Memory{original.__name__}", (mixin, original), WRAPPED | {"__reduce__": reduce})
+
+
+def _new(mixin: type, original: type) -> Any:
+    return object.__new__(with_memory(mixin, original))
 
 
 def _check(model: Any) -> None:

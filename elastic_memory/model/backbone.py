@@ -62,10 +62,13 @@ class MemoryBackbone(Mixed):
         if use_cache and past_key_values is None:
             past_key_values = MemoryCache(self)
         if past_key_values is not None:
-            if output_hidden_states:
-                raise ValueError("output_hidden_states: a stream keeps none of them; call without a cache")
-            hidden = self.stream(input_ids, inputs_embeds, attention_mask, past_key_values, keep)
-            return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+            tokens, wanted = (input_ids, inputs_embeds, attention_mask), 0 if output_hidden_states else keep
+            every = self.stream(*tokens, past_key_values, wanted, bool(output_hidden_states))
+            return BaseModelOutputWithPast(
+                last_hidden_state=every[-1][:, -keep:],
+                past_key_values=past_key_values,
+                hidden_states=tuple(every) if output_hidden_states else None,
+            )
 
         # A constant of a compiled graph, as blocks and operators demand: dynamo makes one of what `range` takes.
         length = len(range(source.shape[1]))
@@ -116,9 +119,18 @@ class MemoryBackbone(Mixed):
     @torch.inference_mode(False)  # a cache filled in inference mode must be of use outside it
     @torch.no_grad()  # innermost: leaving inference mode would switch gradients on again
     def stream(
-        self, ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None, cache: MemoryCache, keep: int
-    ) -> Float[Tensor, "batch column width"]:
-        """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length."""
+        self,
+        ids: Tensor | None,
+        embeds: Tensor | None,
+        mask: Tensor | None,
+        cache: MemoryCache,
+        keep: int,
+        every: bool = False,
+    ) -> list[Float[Tensor, "batch column width"]]:
+        """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length.
+
+        Hidden states of the last `keep` columns: the last ones, or if asked `every` layer's, the embeddings first.
+        """
         if not isinstance(cache, MemoryCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; this model needs a MemoryCache(model)")
         ids = None if ids is None else ids.long()
@@ -127,8 +139,8 @@ class MemoryBackbone(Mixed):
         cache.begin(batch, source.device)
         rows = _padded_rows(mask, columns)
         probed = any([attention.corrupt is not None for attention in cache.attentions])
-        if cache.static and columns == 1 and ids is not None and rows is None and not probed:
-            return self._decode(ids, cache)
+        if cache.static and columns == 1 and ids is not None and rows is None and not probed and not every:
+            return [self._decode(ids, cache)]
         cache.decoding = False
         lengths = rows.lengths if rows else [columns] * batch
         # Of each row only the tokens among the last columns are wanted, those from `firsts` on.
@@ -137,9 +149,9 @@ class MemoryBackbone(Mixed):
         counts = tail.lengths if tail else [wanted] * batch
         firsts = [length - count for length, count in zip(lengths, counts, strict=True)]
         weight = self.embed_tokens.weight
-        kept = weight.new_zeros(batch, wanted, weight.shape[1])
+        kept = [weight.new_zeros(batch, wanted, weight.shape[1]) for _ in range(1 + every * len(self.layers))]
         aligned = rows.align(source) if rows else source
-        rope = Rope(self.rotary_emb, self.embed_tokens.weight)
+        rope = Rope(self.rotary_emb, weight)
         cache.refresh(rope)
 
         done = [0] * batch
@@ -152,31 +164,25 @@ class MemoryBackbone(Mixed):
             ]
             piece = _cut(aligned, done, max(takes))
             hidden = self.residual(self.embed_tokens(piece) if ids is not None else piece)
+            # Whole blocks of all rows at once, or some tokens of each row, inside its open block.
+            segment = None if whole else cache.segment(takes, rope, hidden.device)
+            turned = Rope(self.rotary_emb, weight, size=cache.block_size) if whole else rope
+            spans = list(zip(firsts, done, takes, strict=True))
             with without_cudnn():
-                hidden = self._several(hidden, cache) if whole else self._piece(hidden, takes, rope, cache)
+                for index, (layer, stream) in enumerate(zip(self.layers, cache.streams, strict=True)):
+                    if every:
+                        _keep(kept[index], hidden, spans)
+                    hidden = layer(hidden, turned, stream, segment, cache.seen[0])
+            _keep(kept[-1], hidden, spans)
             known = piece if ids is not None else None
             if whole:
                 cache.passed(whole, known)
             else:
                 cache.advance(takes, known)
-            _keep(kept, hidden, list(zip(firsts, done, takes, strict=True)))
             done = [start + take for start, take in zip(done, takes, strict=True)]
         cache.columns += columns
-        return self.norm(tail.restore(kept) if tail else kept)
-
-    def _piece(self, hidden: Tensor, takes: list[int], rope: Rope, cache: MemoryCache) -> Tensor:
-        """Some tokens of each row, inside its open block."""
-        segment = cache.segment(takes, rope, hidden.device)
-        for layer, stream in zip(self.layers, cache.streams, strict=True):
-            hidden = layer(hidden, rope, stream, segment)
-        return hidden
-
-    def _several(self, hidden: Tensor, cache: MemoryCache) -> Tensor:
-        """Whole blocks of all rows at once."""
-        rope = Rope(self.rotary_emb, self.embed_tokens.weight, size=cache.block_size)
-        for layer, stream in zip(self.layers, cache.streams, strict=True):
-            hidden = layer.stream_blocks(hidden, rope, stream, cache.seen[0])
-        return hidden
+        kept = [tail.restore(part) if tail else part for part in kept]
+        return [*kept[:-1], self.norm(kept[-1])]
 
     def _close_full(self, wanting: list[bool], rope: Rope, cache: MemoryCache) -> bool:
         """Fold the complete open blocks of rows that have more to read into memory."""

@@ -40,6 +40,7 @@ AUTO_CLASSES = {
     "AutoConfig": "MemoryLlamaConfig",
     "AutoModel": "MemoryLlamaModel",
     "AutoModelForCausalLM": "MemoryLlamaForCausalLM",
+    "AutoModelForSequenceClassification": "MemoryLlamaForSequenceClassification",
 }
 IMPORTS = f'''"""The code of this model is in elastic_memory (pip install elastic-memory): import that, and it loads."""
 

@@ -162,6 +162,8 @@ class _Twice(torch.autograd.Function):
     Left to itself, a compiler writes the sum with heads first, and then copies it.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Heads) -> tuple[Heads, Heads]:
         return x.view_as(x), x.view_as(x)
@@ -199,11 +201,14 @@ class MemoryLayer(GradientCheckpointingLayer):
         rope: Rope,
         stream: LayerStream | None = None,
         segment: Segment | None = None,
+        seen: int = 0,
     ) -> Float[Tensor, "batch token width"]:
-        """All blocks of whole samples; or, given a stream, the next tokens of each row."""
-        if stream is not None and segment is not None:
-            return self._stream(hidden, rope, stream, segment)
-        return self.blocks(hidden, rope)
+        """All blocks of whole samples; given a stream, the next tokens of each row, or whole blocks after `seen`."""
+        if stream is None:
+            return self.blocks(hidden, rope)
+        if segment is None:
+            return self._stream_blocks(hidden, rope, stream, seen)
+        return self._stream(hidden, rope, stream, segment)
 
     def blocks(self, hidden: Float[Tensor, "batch token width"], rope: Rope) -> Float[Tensor, "batch token width"]:
         """Whole samples, all blocks at once where the mechanism allows it."""
@@ -238,7 +243,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         readings = self.memory.read_all(read_key, read_value, self.host(rope))
         return self._attend_blocks(hidden, rope, (query, key, value), readings)
 
-    def stream_blocks(self, hidden: Tensor, rope: Rope, stream: LayerStream, seen: int) -> Tensor:
+    def _stream_blocks(self, hidden: Tensor, rope: Rope, stream: LayerStream, seen: int) -> Tensor:
         """Whole blocks of a stream at once: as many products as in training, and a memory as exact as in streams."""
         heads = self.self_attn.project(self.input_layernorm(hidden))
         return self._attend_blocks(hidden, rope, heads, stream.pass_blocks(*heads[1:], seen, self.host(rope)))

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -46,13 +47,15 @@ class MemoryCausalLM(Mixed):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Int[Tensor, "batch column"] | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """As every causal LM of transformers.
 
         Labelled calls in training longer than 8,192 tokens return `logits=None`, unless `logits_to_keep` asks for some.
         """
+        shift_labels = kwargs.pop(
+            "shift_labels", None
+        )  # Trainer takes every argument called so for one that it must give
         labelled = labels is not None or shift_labels is not None
         if labelled and self.training and (past_key_values is not None or use_cache):
             raise ValueError("training reads whole samples, with memory inside the call: leave past_key_values out")
@@ -293,3 +296,9 @@ class MemoryLlamaForCausalLM(MemoryCausalLM, _Initialised, LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+class MemoryLlamaForSequenceClassification(GenericForSequenceClassification, _Initialised, LlamaPreTrainedModel):
+    """A score for each row, or several, read at its last token: classifiers and reward models."""
+
+    config_class = MemoryLlamaConfig
