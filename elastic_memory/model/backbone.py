@@ -7,6 +7,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from elastic_memory.attention import without_cudnn
+from elastic_memory.memory.contract import constant
 from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.decoder import Decoder
 from elastic_memory.model.layer import Rope
@@ -70,8 +71,7 @@ class MemoryBackbone(Mixed):
                 hidden_states=tuple(every) if output_hidden_states else None,
             )
 
-        # A constant of a compiled graph, as blocks and operators demand: dynamo makes one of what `range` takes.
-        length = len(range(source.shape[1]))
+        length = constant(source.shape[1])  # blocks and operators depend on it
         rows = None
         if position_ids is not None and position_ids.shape == source.shape[:2]:
             rows = from_positions(position_ids, attention_mask)

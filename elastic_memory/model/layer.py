@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from elastic_memory.attention import masked, rotate, trapezoidal, window_mask
 from elastic_memory.memory import Block, Host, Memory, Reading, State
+from elastic_memory.memory.contract import constant
 from elastic_memory.model.stream import LayerStream, Segment
 from elastic_memory.shapes import Bool, Float, Int, Tensor
 
@@ -445,7 +446,7 @@ def _spans(blocks: int, readings: Any, apart: bool) -> list[tuple[int, int, Read
     spans: list[tuple[int, int, Reading | None]] = [(0, 1, start)]
     if not readings and blocks > 1:
         return [*spans, (1, blocks, None)]
-    for _, group in groupby(readings, key=lambda reading: reading[0].shape):
+    for _, group in groupby(readings, key=lambda reading: constant(reading[0].shape[2])):
         together = list(group)
         first = spans[-1][1]
         stacked = tuple(torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*together, strict=True))

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
@@ -94,6 +95,19 @@ def test_compiled_is_eager_without_graph_breaks(local, ids):
     model.zero_grad()
     compiled(ids, labels=ids).loss.backward()
     assert_same_gradients(plain, {name: parameter.grad for name, parameter in model.named_parameters()})
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@torch.no_grad()
+def test_compiled_for_dynamic_shapes(memory, ids):
+    """One graph for each length, on whose number of blocks it depends, and no breaks; any number of rows."""
+    model, counter = small_model(memory), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    for rows, length in ((2, 45), (2, 20), (1, 45)):
+        given = ids[:rows, :length]
+        torch.testing.assert_close(compiled(given).logits, model(given).logits, atol=1e-5, rtol=0)
+    assert counter.frame_count <= 3
     torch._dynamo.reset()
 
 
