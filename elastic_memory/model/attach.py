@@ -13,11 +13,12 @@ from elastic_memory.memory import Geometry
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import MemorySettings, refuse_dropout
 from elastic_memory.model.layer import HOOKS
-from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm
+from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json
-WRAPPED = {"_no_split_modules": ["MemoryLayer"]}  # what FSDP takes for a layer
+# What FSDP takes for a layer; and plans that hold without a memory only.
+WRAPPED = {"_no_split_modules": ["MemoryLayer"], "supports_tp_plan": False, "supports_pp_plan": False}
 DEFAULTS: dict[str, Any] = {
     "memory": "elastic", "memory_layers": None, "local_attention": "block", "memory_order": None,
     "memory_points": None, "sampling": None, "sampling_options": None, "memory_options": {}, "block_size": 2048,
@@ -63,7 +64,7 @@ def attach_memory(
     # All that may fail comes before the first change.
     backbone = model.model
     installed = memory_layers(backbone, settings)
-    _match(installed, model)
+    _match(installed, model, values["memory"])
     if again:
         _restore(installed, model.name_or_path)
     original = (model.__class__, backbone.__class__, backbone.layers)
@@ -114,6 +115,7 @@ def _check(model: Any) -> None:
     if model.config.model_type not in FAMILIES or not hasattr(model, "lm_head"):
         raise ValueError(f"{type(model).__name__}: memory can be attached to causal LMs of {', '.join(FAMILIES)}")
     refuse_dropout(model.config)
+    refuse_spread(model)
     for index, layer in enumerate(model.model.layers):
         for name, part in ((f"layers.{index}", layer), (f"layers.{index}.self_attn", layer.self_attn)):
             if any(getattr(part, hooks) for hooks in HOOKS):
@@ -181,10 +183,12 @@ def _restore(layers: nn.ModuleList, name: str) -> None:
         raise ValueError(f"{name}: its memory was saved without {min(wanted)}")
 
 
-def _match(layers: nn.ModuleList, model: nn.Module) -> None:
+def _match(layers: nn.ModuleList, model: Any, memory: str) -> None:
     """New parameters go where the layer's own are, in their precision, initialised."""
     for layer in layers:
         like = layer.input_layernorm.weight  # projections may be quantised
+        if like.is_meta and hasattr(layer.input_layernorm, "_hf_hook") and layer.memory.extra_parameters:
+            raise ValueError(f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading")
         layer.memory.to(device=like.device, dtype=like.dtype)
         layer.memory.reset()
         layer.train(model.training)

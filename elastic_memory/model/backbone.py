@@ -1,5 +1,6 @@
 """A Llama's backbone with memory, as a mixin: embedding, layers, norm; for whole samples and streams of any length."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from elastic_memory.attention import without_cudnn
 from elastic_memory.memory.contract import constant
 from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.decoder import Decoder
-from elastic_memory.model.layer import Rope
+from elastic_memory.model.rope import Rope
 from elastic_memory.model.rows import Rows, from_mask, from_positions
 from elastic_memory.model.unread import Call, unasked
 from elastic_memory.model.wavefront import Wavefront
@@ -25,9 +26,15 @@ class MemoryBackbone(Mixed):
 
     wavefront: Wavefront | None = None  # of a compiled model whose layers have to wait for blocks
 
-    def rope(self) -> Rope:
-        """Rotary positions of this model."""
-        return Rope(self.rotary_emb, self.embed_tokens.weight)
+    def rope(self, size: int = 0) -> Rope:
+        """Rotary positions of this model, with a table for blocks of `size` tokens."""
+        device = next(self.rotary_emb.buffers()).device  # embeddings may be offloaded
+        return Rope(self.rotary_emb, self.embed_tokens.weight.new_empty((), device=device), size=size)
+
+    def offloaded(self) -> bool:
+        """Whether accelerate fetches weights when modules are called, which no captured step can do."""
+        parts = [self.embed_tokens, self.norm, *(layer.self_attn.o_proj for layer in self.layers)]
+        return any(hasattr(part, "_hf_hook") for part in parts)
 
     @can_return_tuple
     def forward(
@@ -49,17 +56,10 @@ class MemoryBackbone(Mixed):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if kwargs.get("output_attentions", self.config.output_attentions):
-            raise ValueError("output_attentions: fused attention kernels do not return their weights")
-        if not kwargs.get("is_causal", True):
-            raise ValueError("is_causal=False: a memory holds what came before, so tokens see no later ones")
+        _refuse(self.config, input_ids if input_ids is not None else inputs_embeds, attention_mask, kwargs)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         source: Any = input_ids if input_ids is not None else inputs_embeds
-        if source.shape[1] == 0:
-            raise ValueError("no tokens: give at least one column")
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise ValueError(f"attention_mask of shape {tuple(attention_mask.shape)}: give [batch, column]")
         if use_cache and past_key_values is None:
             past_key_values = MemoryCache(self)
         if past_key_values is not None:
@@ -139,7 +139,8 @@ class MemoryBackbone(Mixed):
         cache.begin(batch, source.device)
         rows = _padded_rows(mask, columns)
         probed = any([attention.corrupt is not None for attention in cache.attentions])
-        if cache.static and columns == 1 and ids is not None and rows is None and not probed and not every:
+        captured = cache.static and (cache.decoder is not None or not self.offloaded())
+        if captured and columns == 1 and ids is not None and rows is None and not probed and not every:
             return [self._decode(ids, cache)]
         cache.decoding = False
         lengths = rows.lengths if rows else [columns] * batch
@@ -148,10 +149,12 @@ class MemoryBackbone(Mixed):
         tail = _padded_rows(mask, wanted)
         counts = tail.lengths if tail else [wanted] * batch
         firsts = [length - count for length, count in zip(lengths, counts, strict=True)]
-        weight = self.embed_tokens.weight
-        kept = [weight.new_zeros(batch, wanted, weight.shape[1]) for _ in range(1 + every * len(self.layers))]
+        kept = [
+            self.embed_tokens.weight.new_zeros(batch, wanted, self.config.hidden_size, device=source.device)
+            for _ in range(1 + every * len(self.layers))
+        ]
         aligned = rows.align(source) if rows else source
-        rope = Rope(self.rotary_emb, weight)
+        rope = self.rope()
         cache.refresh(rope)
 
         done = [0] * batch
@@ -164,16 +167,11 @@ class MemoryBackbone(Mixed):
             ]
             piece = _cut(aligned, done, max(takes))
             hidden = self.residual(self.embed_tokens(piece) if ids is not None else piece)
-            # Whole blocks of all rows at once, or some tokens of each row, inside its open block.
-            segment = None if whole else cache.segment(takes, rope, hidden.device)
-            turned = Rope(self.rotary_emb, weight, size=cache.block_size) if whole else rope
             spans = list(zip(firsts, done, takes, strict=True))
             with without_cudnn():
-                for index, (layer, stream) in enumerate(zip(self.layers, cache.streams, strict=True)):
-                    if every:
-                        _keep(kept[index], hidden, spans)
-                    hidden = layer(hidden, turned, stream, segment, cache.seen[0])
-            _keep(kept[-1], hidden, spans)
+                for index, state in enumerate(self._through_layers(hidden, takes, whole, rope, cache)):
+                    if every or index == len(self.layers):
+                        _keep(kept[index if every else 0], state, spans)
             known = piece if ids is not None else None
             if whole:
                 cache.passed(whole, known)
@@ -183,6 +181,17 @@ class MemoryBackbone(Mixed):
         cache.columns += columns
         kept = [tail.restore(part) if tail else part for part in kept]
         return [*kept[:-1], self.norm(kept[-1])]
+
+    def _through_layers(
+        self, hidden: Tensor, takes: list[int], whole: int, rope: Rope, cache: MemoryCache
+    ) -> Iterator[Float[Tensor, "batch token width"]]:
+        """What enters each layer, and what leaves the last: of whole blocks of all rows, or tokens of open blocks."""
+        segment = None if whole else cache.segment(takes, rope, hidden.device)
+        rope = self.rope(cache.block_size) if whole else rope
+        for layer, stream in zip(self.layers, cache.streams, strict=True):
+            yield hidden
+            hidden = layer(hidden, rope, stream, segment, cache.seen[0])
+        yield hidden
 
     def _close_full(self, wanting: list[bool], rope: Rope, cache: MemoryCache) -> bool:
         """Fold the complete open blocks of rows that have more to read into memory."""
@@ -209,6 +218,18 @@ class MemoryBackbone(Mixed):
         cache.opened = [opened + 1 for opened in cache.opened]
         cache.columns += 1
         return hidden
+
+
+def _refuse(config: Any, source: Any, mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Refuse what would have to be ignored."""
+    if options.get("output_attentions", config.output_attentions):
+        raise ValueError("output_attentions: fused attention kernels do not return their weights")
+    if not options.get("is_causal", True):
+        raise ValueError("is_causal=False: a memory holds what came before, so tokens see no later ones")
+    if source.shape[1] == 0:
+        raise ValueError("no tokens: give at least one column")
+    if mask is not None and mask.ndim != 2:
+        raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: give [batch, column]")
 
 
 def _padded_rows(mask: Tensor | None, columns: int) -> Rows | None:

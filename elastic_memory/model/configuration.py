@@ -122,6 +122,7 @@ class MemoryLlamaConfig(LlamaConfig):
     """
 
     model_type = "memory_llama"
+    base_model_tp_plan = base_model_pp_plan = None
 
     # Rows hold no special tokens, so no id means an end until somebody says so; Llama's 1 and 2 are Llama 2's own.
     bos_token_id: int | None = None

@@ -17,40 +17,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from elastic_memory.attention import masked, rotate, trapezoidal, window_mask
 from elastic_memory.memory import Block, Host, Memory, Reading, State
 from elastic_memory.memory.contract import constant
+from elastic_memory.model.rope import Heads, Rope
 from elastic_memory.model.stream import LayerStream, Segment
 from elastic_memory.shapes import Bool, Float, Int, Tensor
 
-Heads = Float[Tensor, "batch head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 ALIGNED = 32  # tokens: numbers of each then fill 128 bytes, and nothing is copied to begin at such a border
-
-
-class Rope:
-    """Rotary positions, which run 0, 1, ... inside each block, so that a layer is the same function in every block."""
-
-    def __init__(self, rotary: nn.Module, like: Tensor, before: int = 0, size: int = 0):
-        self.rotary, self.like, self.before = rotary, like, before
-        # All layers rotate whole blocks alike: one table for them.
-        self.table = self.at(torch.arange(-before, size, device=like.device)) if size else None
-
-    def inside(self, x: Heads, front: int = 0) -> Heads:
-        """Rotate a block from its beginning on, with `front` tokens before it."""
-        first, last = self.before - front, self.before - front + x.shape[2]
-        if self.table is None or first < 0 or self.table[0].shape[1] < last:
-            return self(x, torch.arange(-front, x.shape[2] - front, device=x.device))
-        cos, sin = (part[:, first:last] for part in self.table)
-        return rotate(x, cos, sin).to(x.dtype)
-
-    def at(self, positions: Int[Tensor, "*rows token"]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at some positions, negative ones included: tokens before the block."""
-        cos, sin = self.rotary(self.like, positions.reshape(-1, positions.shape[-1]))
-        return cos, sin
-
-    def __call__(self, x: Heads, positions: Int[Tensor, "*rows token"]) -> Heads:
-        """Rotate `x` to some positions."""
-        return rotate(x, *self.at(positions)).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -205,11 +179,26 @@ class MemoryLayer(GradientCheckpointingLayer):
         seen: int = 0,
     ) -> Float[Tensor, "batch token width"]:
         """All blocks of whole samples; given a stream, the next tokens of each row, or whole blocks after `seen`."""
+        fetched = self._fetch()
         if stream is None:
-            return self.blocks(hidden, rope)
-        if segment is None:
-            return self._stream_blocks(hidden, rope, stream, seen)
-        return self._stream(hidden, rope, stream, segment)
+            output = self.blocks(hidden, rope)
+        elif segment is None:
+            output = self._stream_blocks(hidden, rope, stream, seen)
+        else:
+            output = self._stream(hidden, rope, stream, segment)
+        self._put_back(fetched)
+        return output
+
+    def _fetch(self) -> list[Any]:
+        """Fetch the memory's parameters, if accelerate keeps them elsewhere: it does so itself for what is called."""
+        hooked = [part for part in self.memory.modules() if hasattr(part, "_hf_hook")]
+        for part in hooked:
+            part._hf_hook.pre_forward(part)
+        return hooked
+
+    def _put_back(self, fetched: list[Any]) -> None:
+        for part in fetched:
+            part._hf_hook.post_forward(part, None)
 
     def blocks(self, hidden: Float[Tensor, "batch token width"], rope: Rope) -> Float[Tensor, "batch token width"]:
         """Whole samples, all blocks at once where the mechanism allows it."""
@@ -410,7 +399,7 @@ class MemoryLayer(GradientCheckpointingLayer):
 
     def close(self, rope: Rope, stream: LayerStream, rows: list[int], seen: int) -> None:
         """Fold the complete open block of some rows, which began at token `seen`, into memory, and open the next."""
-        size = self.locality.block_size
+        size, fetched = self.locality.block_size, self._fetch()
         block = stream.block(rows, size)
         tail = None if block.output is None else self._tail(block.output)
         if tail is not None:
@@ -422,6 +411,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         if self.locality.sliding:
             window = rope(block.key, torch.arange(-size, 0, device=block.key.device)), block.value
         stream.close(rows, block, seen, self.host(rope), window)
+        self._put_back(fetched)
 
 
 def _fold(x: Heads, size: int) -> Float[Tensor, "batch block head size dim"]:

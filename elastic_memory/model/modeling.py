@@ -228,6 +228,19 @@ def name_causal_lm(kind: type) -> None:
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.__name__] = kind.__name__
 
 
+def refuse_spread(model: Any) -> None:
+    """Refuse a `device_map` over several devices; what it offloads to CPU or disk runs on the one that is left."""
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk", "meta"}
+    devices = sorted(
+        {f"cuda:{place}" if place.isdigit() else "cuda:0" if place == "cuda" else place for place in places}
+    )
+    if len(devices) > 1:
+        raise ValueError(
+            f"device_map spreads the model over {', '.join(devices)}, and a memory runs on one device: "
+            "give device_map={'': 0}, or one that offloads to cpu or disk"
+        )
+
+
 def memory_layers(backbone: Any, settings: MemorySettings) -> nn.ModuleList:
     """The layers of a Llama-like model with memory, which share its parameters."""
     kept = [
@@ -240,12 +253,15 @@ class _Initialised(Mixed):
     """Weights as Llama initialises them, memories as they say themselves; or those of a file, if they fit."""
 
     _no_split_modules = ("MemoryLayer",)
+    _tp_plan = _pp_plan = None  # memories hold the heads of a whole layer, and caches all layers
 
     @classmethod
     def from_pretrained(
         cls, *args: Any, ignore_mismatched_sizes: bool = False, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """As in transformers; weights of other shapes than the configuration's are named in the error."""
+        if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
+            raise ValueError("tensor parallelism: memories hold all heads of a layer; load without tp_plan and tp_size")
         model, info = super().from_pretrained(*args, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs)
         if info["mismatched_keys"] and not ignore_mismatched_sizes:
             name, there, here = min(info["mismatched_keys"])
@@ -253,6 +269,7 @@ class _Initialised(Mixed):
                 f"{name} is {list(there)} in the file and {list(here)} here: sizes such as block_size, "
                 f"{model.config.block_size} here, and memory_order must be those that the model was trained with"
             )
+        refuse_spread(model)
         return (model, info) if output_loading_info else model
 
     @classmethod

@@ -18,7 +18,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from elastic_memory.memory import State
 from elastic_memory.model.compilation import compiled
-from elastic_memory.model.layer import HOOKS, MemoryLayer, Rope
+from elastic_memory.model.layer import HOOKS, MemoryLayer
+from elastic_memory.model.rope import Rope
 from elastic_memory.shapes import Float, Tensor
 
 TOKENS = 49152  # of all layers that go together, to keep a large GPU busy
