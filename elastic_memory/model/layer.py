@@ -164,6 +164,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.locality = locality
+        self._holders = [part for part in memory.modules() if part._parameters]
 
     @property
     def memory(self) -> Memory:
@@ -191,7 +192,7 @@ class MemoryLayer(GradientCheckpointingLayer):
 
     def _fetch(self) -> list[Any]:
         """Fetch the memory's parameters, if accelerate keeps them elsewhere: it does so itself for what is called."""
-        hooked = [part for part in self.memory.modules() if hasattr(part, "_hf_hook")]
+        hooked = [part for part in self._holders if hasattr(part, "_hf_hook")]
         for part in hooked:
             part._hf_hook.pre_forward(part)
         return hooked
