@@ -8,6 +8,7 @@ from elastic_memory.model import (
     MemoryCache,
     MemoryLlamaConfig,
     MemoryLlamaForCausalLM,
+    MemoryLlamaForSequenceClassification,
     MemoryLlamaModel,
     attach_memory,
     detach_memory,
@@ -15,8 +16,9 @@ from elastic_memory.model import (
 
 __version__ = "0.1.0"
 __all__ = [
-    "MemoryCache", "MemoryLlamaConfig", "MemoryLlamaForCausalLM", "MemoryLlamaModel", "attach_memory", "attention",
-    "data", "detach_memory", "evaluation", "hippo", "memory", "operators", "sampling", "training",
+    "MemoryCache", "MemoryLlamaConfig", "MemoryLlamaForCausalLM", "MemoryLlamaForSequenceClassification",
+    "MemoryLlamaModel", "attach_memory", "attention", "data", "detach_memory", "evaluation", "hippo", "memory",
+    "operators", "sampling", "training",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from elastic_memory.evaluation.losses import Model, empty_cache, evaluating
+from elastic_memory.evaluation.losses import Model, empty_cache, evaluating, has_blocks
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.training import capture
 
@@ -189,9 +189,10 @@ def _train_turn(
 
 
 def evaluate_once(model: Model, ids: Int[Tensor, "row token"]) -> None:
-    """Forward alone, without gradients."""
+    """Forward alone, without gradients; of our models the loss alone, which needs no logits."""
+    kept = {"logits_to_keep": 1} if has_blocks(model) else {}
     with evaluating(model), _autocast(model):
-        model(ids, labels=ids)
+        model(ids, labels=ids, **kept)
 
 
 def _decode(model: Model, work: Workload) -> float:

@@ -244,6 +244,11 @@ def real_features(dim: int, stored: int, device: torch.device | None = None) -> 
     return torch.cat((half, half))
 
 
+def constant(number: int) -> int:
+    """A number on which a compiled graph may depend: dynamo makes a constant of what `range` takes."""
+    return len(range(number))
+
+
 def wide(x: Tensor) -> Tensor:
     """In float32 at least, as states are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

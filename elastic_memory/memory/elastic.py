@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State, full_precision
+from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State, constant, full_precision
 from elastic_memory.operators import Bank, Direct, Recurrent
 from elastic_memory.shapes import Float, Tensor
 
@@ -85,8 +85,8 @@ class ElasticMemory(Memory):
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
         """Readings of all blocks from raw keys and values, by the cheaper of two roads that agree to rounding."""
-        size = self.geometry.block_size
-        blocks = -(-key.shape[2] // size)
+        size = constant(self.geometry.block_size)
+        blocks = constant(-(-key.shape[2] // size))
         if blocks == 1:
             return []
         # Tokens first, everything else a feature of its own signal: one plain product per block serves the whole batch.
@@ -99,11 +99,13 @@ class ElasticMemory(Memory):
 
     def _direct(self, plan: Direct, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
         """W_i times the raw history: no state, and no block waits for another."""
-        return _Direct.apply(signal, self.geometry.block_size, self.detach_every, *plan.weights).unbind(0)
+        size = constant(self.geometry.block_size)
+        return _Direct.apply(signal, size, self.detach_every, tuple(plan.weights)).unbind(0)
 
     def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
         """P and K block by block, in float32: errors of bf16 would add up from block to block."""
-        blocks, size = plan.projections.shape[0], self.geometry.block_size
+        size = constant(self.geometry.block_size)
+        blocks = constant(-(-len(signal) // size)) - 1  # that are read
         with torch.autocast(signal.device.type, enabled=False):
             tokens = signal[: blocks * size].to(plan.projections.dtype).unflatten(0, (blocks, size))
             updates = (plan.projections @ tokens).unbind(0)
@@ -137,19 +139,23 @@ class _Direct(torch.autograd.Function):
     would make one product per reading, as long as its history, and add them up in memory.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, signal: Float[Tensor, "token feature"], *rest: Any) -> Float[Tensor, "reading point feature"]:
-        # By name they would be as many as what comes in for two readings, which torch's compiler takes for a function
-        # without a context.
-        ctx.size, ctx.detach_every, *weights = rest
-        ctx.save_for_backward(*weights)
-        ctx.tokens = len(signal)
+    def forward(
+        signal: Float[Tensor, "token feature"], size: int, detach_every: int | None, weights: tuple[Tensor, ...]
+    ) -> Float[Tensor, "reading point feature"]:
         with torch.autocast(signal.device.type, enabled=False):  # backward has none, and must find the same types
-            return torch.stack([weight @ signal[: weight.shape[1]] for weight in weights])
+            return torch.stack([weight @ signal[: index * size] for index, weight in enumerate(weights, 1)])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        signal, ctx.size, ctx.detach_every, ctx.weights = inputs  # weights are constants of the plan
+        ctx.tokens = len(signal)
 
     @staticmethod
     def backward(ctx: Any, gradient: Float[Tensor, "reading point feature"]) -> tuple:  # type: ignore[override]
-        weights, size, every = ctx.saved_tensors, ctx.size, ctx.detach_every
+        weights, size, every = ctx.weights, ctx.size, ctx.detach_every
         parts = []
         for block in range(len(weights)):
             # Readings of the blocks behind this one, up to the next cut.
@@ -161,11 +167,11 @@ class _Direct(torch.autograd.Function):
                 parts.append(gradient.new_zeros(size, gradient.shape[2]))
         unread = ctx.tokens - len(weights) * size
         parts.append(gradient.new_zeros(unread, gradient.shape[2]))
-        return torch.cat(parts), None, None, *([None] * len(weights))
+        return torch.cat(parts), None, None, None
 
 
 def _fields(bank: Bank) -> tuple[int, int, Any, tuple]:
-    return bank.order, bank.points, bank.sampling, bank.options
+    return constant(bank.order), constant(bank.points), bank.sampling, bank.options
 
 
 # A constant of the compiled graph: building operators is float64 work that must not be traced.

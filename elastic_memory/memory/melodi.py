@@ -41,8 +41,8 @@ class MelodiMemory(Memory):
         self.reads_start = one_of("first_block", first_block, ("omit", "zeros")) == "zeros"
         self.summary_std = geometry.initializer_range if summary_std is None else summary_std
         self.summary = nn.Parameter(torch.empty(order, geometry.width))
-        self.mixer = nn.Linear(geometry.block_size + order, order)
-        self.reset()
+        self.mixer = Mixer(geometry.block_size + order, order)
+        self._draw()
 
     @classmethod
     def layers(cls, count: int) -> list[int]:
@@ -62,8 +62,13 @@ class MelodiMemory(Memory):
 
     def reset(self) -> None:
         """Mixer scaled by its inputs, so that a mixture is about as large as a token."""
+        # For nothing, but so a seed gives the weights that are on record: models used to initialise the mixer as well.
+        nn.init.normal_(self.mixer.weight)
+        self._draw()
+
+    def _draw(self) -> None:
         nn.init.normal_(self.summary, std=self.summary_std)
-        nn.init.normal_(self.mixer.weight, std=self.mixer.in_features**-0.5)
+        nn.init.normal_(self.mixer.weight, std=self.mixer.weight.shape[-1] ** -0.5)
         nn.init.zeros_(self.mixer.bias)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
@@ -92,6 +97,15 @@ class MelodiMemory(Memory):
         of_block, of_summary = self.mixer.weight.split((self.geometry.block_size, self.order), dim=-1)
         mixed = of_block[..., : context.shape[1]] @ _rms(context) + of_summary @ _rms(summary)
         return (wide(mixed) + wide(self.mixer.bias)[..., None] + wide(summary),)
+
+
+class Mixer(nn.Module):
+    """Weight and bias along the token axis. No `nn.Linear`, which adapters and quantisers would replace."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        linear = nn.Linear(inputs, outputs)
+        self.weight, self.bias = linear.weight, linear.bias
 
 
 def _rms(x: Tensor) -> Tensor:

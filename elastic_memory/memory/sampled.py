@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from elastic_memory import sampling as samplings
-from elastic_memory.memory.contract import Block, Floats, Geometry, Host, Memory, Reading, State, wide
+from elastic_memory.memory.contract import Block, Floats, Geometry, Host, Memory, Reading, State, constant, wide
 from elastic_memory.shapes import Float, Int, Tensor
 
 
@@ -98,8 +98,8 @@ class SampledMemory(Memory):
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
         """The tokens that a stream would still have, straight from the sample."""
-        size = self.geometry.block_size
-        left = _survivors(self.rule, size, -(-key.shape[2] // size), str(key.device))
+        size = constant(self.geometry.block_size)
+        left = _survivors(self.rule, size, constant(-(-key.shape[2] // size)), str(key.device))
         return [
             tuple(self.history(signal, block)[:, :, kept] for signal in (key, value))
             for block, kept in enumerate(left, 1)

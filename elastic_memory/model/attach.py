@@ -1,5 +1,6 @@
 """Memory for a model that exists already: attach it, train or use it, take it off again."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,21 @@ from torch import nn
 
 from elastic_memory.memory import Geometry
 from elastic_memory.model.backbone import MemoryBackbone
-from elastic_memory.model.configuration import MemorySettings
-from elastic_memory.model.modeling import MemoryCausalLM, install
+from elastic_memory.model.configuration import MemorySettings, refuse_dropout
+from elastic_memory.model.layer import HOOKS
+from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json
-WRAPPED = {"_no_split_modules": ["MemoryLayer"]}  # what FSDP takes for a layer
+# What FSDP takes for a layer; and plans that hold without a memory only.
+WRAPPED = {"_no_split_modules": ["MemoryLayer"], "supports_tp_plan": False, "supports_pp_plan": False}
 DEFAULTS: dict[str, Any] = {
     "memory": "elastic", "memory_layers": None, "local_attention": "block", "memory_order": None,
     "memory_points": None, "sampling": None, "sampling_options": None, "memory_options": {}, "block_size": 2048,
 }  # fmt: skip
+# Saved with the weights of a model with memory. Whoever loads them into a model without one, which transformers can do
+# without us, is told by transformers that this was not used.
+REMINDER = "elastic_memory_attach_memory_restores_the_memory"
 
 
 def attach_memory(
@@ -28,64 +34,116 @@ def attach_memory(
     order: int | None = None,
     points: int | None = None,
     sampling: str | None = None,
-    block_size: int = 2048,
-    memory: str = "elastic",
-    local_attention: str = "block",
+    block_size: int | None = None,
+    memory: str | None = None,
+    local_attention: str | None = None,
     sampling_options: dict[str, float] | None = None,
     **memory_options: Any,
 ) -> Any:
     """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 a memory, in place; its own weights stay where they are.
 
-    Without further arguments, a model that was saved with memory gets the memory it was saved with. Elastic memory adds
-    no parameters. Until a first block is complete the model computes what it did before, inside one block.
+    What is not given is as the model was saved, if it was saved with this memory; else elastic memory in blocks of
+    2,048. Elastic memory adds no parameters. Until a first block is complete the model computes what it did before,
+    inside one block.
     """
     config = model.config
-    if isinstance(model, MemoryCausalLM):
-        raise ValueError(f"{type(model).__name__} has a memory already: detach_memory(model) first")
-    if config.model_type not in FAMILIES or not hasattr(model, "lm_head"):
-        raise ValueError(f"{type(model).__name__}: memory can be attached to causal LMs of {', '.join(FAMILIES)}")
+    _check(model)
     if callable(sampling):
         raise ValueError("sampling: give a name, which can be saved; a function of your own goes to set_retrieval")
-    given = {
+    named = {
         "memory": memory, "memory_layers": layers, "local_attention": local_attention, "memory_order": order,
-        "memory_points": points, "sampling": sampling, "sampling_options": sampling_options,
-        "memory_options": memory_options, "block_size": block_size,
+        "memory_points": points, "sampling": sampling, "sampling_options": sampling_options, "block_size": block_size,
     }  # fmt: skip
-    saved = getattr(config, SAVED, None)
-    again = bool(saved) and given == DEFAULTS
-    values = dict(saved) if again else dict(given)
-    settings = MemorySettings(geometry=_geometry(config, values.pop("block_size")), **values)
-    window = getattr(config, "sliding_window", None)
-    if window and (settings.local_attention == "full" or settings.geometry.block_size > window):
-        raise ValueError(
-            f"{type(model).__name__} looks back {window} tokens, which block_size={settings.geometry.block_size} with "
-            f"local_attention={settings.local_attention!r} exceeds: give a block_size up to {window}"
-        )
+    given = {name: value for name, value in named.items() if value is not None}
+    saved = getattr(config, SAVED, None) or {}
+    again = bool(saved) and memory in (None, saved["memory"])
+    values = DEFAULTS | (_kept(saved, given) if again else {}) | given
+    values["memory_options"] = values["memory_options"] | memory_options
+    settings = _settings(model, values)
 
+    # All that may fail comes before the first change.
     backbone = model.model
-    original = (model.__class__, backbone.__class__, backbone.layers)
-    install(backbone, settings)
-    _match(backbone, model)
+    installed = memory_layers(backbone, settings)
+    _match(installed, model, values["memory"])
     if again:
-        _restore(backbone, model.name_or_path)
-    backbone.__class__ = type(f"Memory{original[1].__name__}", (MemoryBackbone, original[1]), WRAPPED)
-    model.__class__ = type(f"Memory{original[0].__name__}", (MemoryCausalLM, original[0]), WRAPPED)
+        _restore(installed, model.name_or_path)
+    original = (model.__class__, backbone.__class__, backbone.layers)
+    backbone.layers = installed
+    backbone.__class__ = with_memory(MemoryBackbone, original[1])
+    model.__class__ = with_memory(MemoryCausalLM, original[0])
+    name_causal_lm(model.__class__)
+    model.register_buffer(REMINDER, torch.zeros((), dtype=torch.uint8, device=model.device))
     # Plain attributes: the original layers must not be registered twice.
     object.__setattr__(model, "_before_memory", original)
-    setattr(config, SAVED, values | {"block_size": settings.geometry.block_size})
+    setattr(config, SAVED, values)
     return model
 
 
 def detach_memory(model: Any) -> Any:
     """Undo `attach_memory`: the model it was, with the weights it has now."""
+    _refuse_wrapped(model, "detach_memory")
     original = getattr(model, "_before_memory", None)
     if original is None:
         raise ValueError(f"{type(model).__name__} has no attached memory")
     model.__class__, model.model.__class__, model.model.layers = original
     object.__delattr__(model, "_before_memory")
+    delattr(model, REMINDER)
     if hasattr(model.config, SAVED):
         delattr(model.config, SAVED)
     return model
+
+
+@cache
+def with_memory(mixin: type, original: type) -> type:
+    """The class `original` with a memory. Its instances are pickled by what it is made of, as it has no name."""
+
+    def reduce(self: Any) -> tuple:
+        return _new, (mixin, original), vars(self)
+
+    return type(f"Memory{original.__name__}", (mixin, original), WRAPPED | {"__reduce__": reduce})
+
+
+def _new(mixin: type, original: type) -> Any:
+    return object.__new__(with_memory(mixin, original))
+
+
+def _check(model: Any) -> None:
+    """Refuse what no memory can be attached to."""
+    _refuse_wrapped(model, "attach_memory")
+    if isinstance(model, MemoryCausalLM):
+        raise ValueError(f"{type(model).__name__} has a memory already: detach_memory(model) first")
+    if model.config.model_type not in FAMILIES or not hasattr(model, "lm_head"):
+        raise ValueError(f"{type(model).__name__}: memory can be attached to causal LMs of {', '.join(FAMILIES)}")
+    refuse_dropout(model.config)
+    refuse_spread(model)
+    for index, layer in enumerate(model.model.layers):
+        for name, part in ((f"layers.{index}", layer), (f"layers.{index}.self_attn", layer.self_attn)):
+            if any(getattr(part, hooks) for hooks in HOOKS):
+                raise ValueError(f"{name} has hooks, which its replacement would not have: remove them, and hook again")
+
+
+def _refuse_wrapped(model: Any, function: str) -> None:
+    if hasattr(model, "get_base_model"):  # peft's
+        raise ValueError(f"{type(model).__name__} wraps the model: {function}(model.get_base_model()) works in place")
+
+
+def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What still holds of the saved settings: options of a sampling are of no use to another."""
+    other = "sampling" in given and given["sampling"] != saved["sampling"]
+    return saved | ({"sampling_options": None} if other else {})
+
+
+def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
+    """The settings, checked against the model's own window."""
+    values = dict(values)
+    settings = MemorySettings(geometry=_geometry(model.config, values.pop("block_size")), **values)
+    window = getattr(model.config, "sliding_window", None)
+    if window and (settings.local_attention == "full" or settings.geometry.block_size > window):
+        raise ValueError(
+            f"{type(model).__name__} looks back {window} tokens, which block_size={settings.geometry.block_size} with "
+            f"local_attention={settings.local_attention!r} exceeds: give a block_size up to {window}"
+        )
+    return settings
 
 
 def _geometry(config: Any, block_size: int) -> Geometry:
@@ -101,11 +159,11 @@ def _geometry(config: Any, block_size: int) -> Geometry:
 
 
 @torch.no_grad()
-def _restore(backbone: Any, name: str) -> None:
+def _restore(layers: nn.ModuleList, name: str) -> None:
     """Memory's own parameters from the checkpoint, where a model that knew of no memory left them."""
     wanted = {
         f"model.layers.{index}.self_attn.memory.{part}": parameter
-        for index, layer in enumerate(backbone.layers)
+        for index, layer in enumerate(layers)
         for part, parameter in layer.memory.named_parameters()
     }
     if not wanted:
@@ -114,15 +172,23 @@ def _restore(backbone: Any, name: str) -> None:
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as stored:
             for found in wanted.keys() & set(stored.keys()):
-                wanted.pop(found).copy_(stored.get_tensor(found))
+                there, here = stored.get_tensor(found), wanted.pop(found)
+                if there.shape != here.shape:
+                    raise ValueError(
+                        f"{found} is {list(there.shape)} in {name} and {list(here.shape)} with these settings: "
+                        "give the sizes that it was trained with, or memory=... for another one"
+                    )
+                here.copy_(there)
     if wanted:
         raise ValueError(f"{name}: its memory was saved without {min(wanted)}")
 
 
-def _match(backbone: Any, model: nn.Module) -> None:
+def _match(layers: nn.ModuleList, model: Any, memory: str) -> None:
     """New parameters go where the layer's own are, in their precision, initialised."""
-    for layer in backbone.layers:
-        like = layer.self_attn.q_proj.weight
+    for layer in layers:
+        like = layer.input_layernorm.weight  # projections may be quantised
+        if like.is_meta and hasattr(layer.input_layernorm, "_hf_hook") and layer.memory.extra_parameters:
+            raise ValueError(f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading")
         layer.memory.to(device=like.device, dtype=like.dtype)
         layer.memory.reset()
         layer.train(model.training)

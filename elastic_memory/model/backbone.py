@@ -1,5 +1,6 @@
 """A Llama's backbone with memory, as a mixin: embedding, layers, norm; for whole samples and streams of any length."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,11 +8,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from elastic_memory.attention import without_cudnn
+from elastic_memory.memory.contract import constant
 from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.calls import whole_calls
 from elastic_memory.model.decoder import Decoder
-from elastic_memory.model.layer import Rope
+from elastic_memory.model.rope import Rope
 from elastic_memory.model.rows import Rows, from_mask, from_positions
+from elastic_memory.model.unread import Call, unasked
 from elastic_memory.model.wavefront import Wavefront
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -24,9 +27,15 @@ class MemoryBackbone(Mixed):
 
     wavefront: Wavefront | None = None  # of a compiled model whose layers have to wait for blocks
 
-    def rope(self) -> Rope:
-        """Rotary positions of this model."""
-        return Rope(self.rotary_emb, self.embed_tokens.weight)
+    def rope(self, size: int = 0) -> Rope:
+        """Rotary positions of this model, with a table for blocks of `size` tokens."""
+        device = next(self.rotary_emb.buffers()).device  # embeddings may be offloaded
+        return Rope(self.rotary_emb, self.embed_tokens.weight.new_empty((), device=device), size=size)
+
+    def offloaded(self) -> bool:
+        """Whether accelerate fetches weights when modules are called, which no captured step can do."""
+        parts = [self.embed_tokens, self.norm, *(layer.self_attn.o_proj for layer in self.layers)]
+        return any(hasattr(part, "_hf_hook") for part in parts)
 
     @whole_calls
     @can_return_tuple
@@ -49,23 +58,22 @@ class MemoryBackbone(Mixed):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if kwargs.get("output_attentions"):
-            raise ValueError("output_attentions: fused attention kernels do not return their weights")
+        _refuse(self.config, input_ids if input_ids is not None else inputs_embeds, attention_mask, kwargs)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         source: Any = input_ids if input_ids is not None else inputs_embeds
-        if source.shape[1] == 0:
-            raise ValueError("no tokens: give at least one column")
-        if attention_mask is not None:
-            check_mask(attention_mask, *source.shape[:2])
         if use_cache and past_key_values is None:
-            past_key_values = MemoryCache(self._owner())
+            past_key_values = MemoryCache(self)
         if past_key_values is not None:
-            if output_hidden_states:
-                raise ValueError("output_hidden_states: a stream keeps none of them; call without a cache")
-            hidden = self._stream(input_ids, inputs_embeds, attention_mask, past_key_values, keep)
-            return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+            tokens, wanted = (input_ids, inputs_embeds, attention_mask), 0 if output_hidden_states else keep
+            every = self.stream(*tokens, past_key_values, wanted, bool(output_hidden_states))
+            return BaseModelOutputWithPast(
+                last_hidden_state=every[-1][:, -keep:],
+                past_key_values=past_key_values,
+                hidden_states=tuple(every) if output_hidden_states else None,
+            )
 
-        # A constant of a compiled graph, as blocks and operators demand: dynamo makes one of what `range` takes.
-        length = len(range(source.shape[1]))
+        length = constant(source.shape[1])  # blocks and operators depend on it
         rows = None
         if position_ids is not None and position_ids.shape == source.shape[:2]:
             rows = from_positions(position_ids, attention_mask)
@@ -91,7 +99,8 @@ class MemoryBackbone(Mixed):
         states = None
         if output_hidden_states:
             states = (*(rows.restore(x) if rows else x for x in every[:-1]), hidden)
-        return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], hidden_states=states)
+        cache = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
+        return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], past_key_values=cache, hidden_states=states)
 
     def residual(self, embeddings: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
         """What layers add to: in bf16 under such an autocast, as float32 would double the traffic.
@@ -108,17 +117,22 @@ class MemoryBackbone(Mixed):
         """The norm behind the layers; of its own, as training compiles it."""
         return self.norm(hidden)
 
-    def _owner(self) -> Any:
-        """What a cache asks for its layers and parameters."""
-        return self
-
     @torch.compiler.disable  # clocks and buffers are Python's; a compiled model streams as it is
     @torch.inference_mode(False)  # a cache filled in inference mode must be of use outside it
     @torch.no_grad()  # innermost: leaving inference mode would switch gradients on again
-    def _stream(
-        self, ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None, cache: MemoryCache, keep: int
-    ) -> Float[Tensor, "batch column width"]:
-        """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length."""
+    def stream(
+        self,
+        ids: Tensor | None,
+        embeds: Tensor | None,
+        mask: Tensor | None,
+        cache: MemoryCache,
+        keep: int,
+        every: bool = False,
+    ) -> list[Float[Tensor, "batch column width"]]:
+        """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length.
+
+        Hidden states of the last `keep` columns: the last ones, or if asked `every` layer's, the embeddings first.
+        """
         if not isinstance(cache, MemoryCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; this model needs a MemoryCache(model)")
         if cache.owner is not self.layers:
@@ -129,8 +143,9 @@ class MemoryBackbone(Mixed):
         cache.begin(batch, source.device)
         rows = _padded_rows(mask, columns)
         probed = any([attention.corrupt is not None for attention in cache.attentions])
-        if cache.static and columns == 1 and ids is not None and rows is None and not probed:
-            return self._decode(ids, cache)
+        captured = cache.static and (cache.decoder is not None or not self.offloaded())
+        if captured and columns == 1 and ids is not None and rows is None and not probed and not every:
+            return [self._decode(ids, cache)]
         cache.mark()
         cache.decoding = False
         lengths = rows.lengths if rows else [columns] * batch
@@ -139,10 +154,12 @@ class MemoryBackbone(Mixed):
         tail = _padded_rows(mask, wanted)
         counts = tail.lengths if tail else [wanted] * batch
         firsts = [length - count for length, count in zip(lengths, counts, strict=True)]
-        weight = self.embed_tokens.weight
-        kept = weight.new_zeros(batch, wanted, weight.shape[1])
+        kept = [
+            self.embed_tokens.weight.new_zeros(batch, wanted, self.config.hidden_size, device=source.device)
+            for _ in range(1 + every * len(self.layers))
+        ]
         aligned = rows.align(source) if rows else source
-        rope = Rope(self.rotary_emb, self.embed_tokens.weight)
+        rope = self.rope()
         cache.refresh(rope)
 
         done = [0] * batch
@@ -155,31 +172,31 @@ class MemoryBackbone(Mixed):
             ]
             piece = _cut(aligned, done, max(takes))
             hidden = self.residual(self.embed_tokens(piece) if ids is not None else piece)
+            spans = list(zip(firsts, done, takes, strict=True))
             with without_cudnn():
-                hidden = self._several(hidden, cache) if whole else self._piece(hidden, takes, rope, cache)
+                for index, state in enumerate(self._through_layers(hidden, takes, whole, rope, cache)):
+                    if every or index == len(self.layers):
+                        _keep(kept[index if every else 0], state, spans)
             known = piece if ids is not None else None
             if whole:
                 cache.passed(whole, known)
             else:
                 cache.advance(takes, known)
-            _keep(kept, hidden, list(zip(firsts, done, takes, strict=True)))
             done = [start + take for start, take in zip(done, takes, strict=True)]
         cache.columns += columns
-        return self.norm(tail.restore(kept) if tail else kept)
+        kept = [tail.restore(part) if tail else part for part in kept]
+        return [*kept[:-1], self.norm(kept[-1])]
 
-    def _piece(self, hidden: Tensor, takes: list[int], rope: Rope, cache: MemoryCache) -> Tensor:
-        """Some tokens of each row, inside its open block."""
-        segment = cache.segment(takes, rope, hidden.device)
+    def _through_layers(
+        self, hidden: Tensor, takes: list[int], whole: int, rope: Rope, cache: MemoryCache
+    ) -> Iterator[Float[Tensor, "batch token width"]]:
+        """What enters each layer, and what leaves the last: of whole blocks of all rows, or tokens of open blocks."""
+        segment = None if whole else cache.segment(takes, rope, hidden.device)
+        rope = self.rope(cache.block_size) if whole else rope
         for layer, stream in zip(self.layers, cache.streams, strict=True):
-            hidden = layer(hidden, rope, stream, segment)
-        return hidden
-
-    def _several(self, hidden: Tensor, cache: MemoryCache) -> Tensor:
-        """Whole blocks of all rows at once."""
-        rope = Rope(self.rotary_emb, self.embed_tokens.weight, size=cache.block_size)
-        for layer, stream in zip(self.layers, cache.streams, strict=True):
-            hidden = layer.stream_blocks(hidden, rope, stream, cache.seen[0])
-        return hidden
+            yield hidden
+            hidden = layer(hidden, rope, stream, segment, cache.seen[0])
+        yield hidden
 
     def _close_full(self, wanting: list[bool], rope: Rope, cache: MemoryCache) -> bool:
         """Fold the complete open blocks of rows that have more to read into memory."""
@@ -222,6 +239,18 @@ def check_mask(mask: Tensor, rows: int, columns: int, before: int | None = None)
             f"attention_mask of shape {list(mask.shape)} for {rows} rows of {columns} tokens{after}: give [batch, "
             "column], with a column for each new token, or for all that were read before, too"
         )
+
+
+def _refuse(config: Any, source: Any, mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Refuse what would have to be ignored."""
+    if options.get("output_attentions", config.output_attentions):
+        raise ValueError("output_attentions: fused attention kernels do not return their weights")
+    if not options.get("is_causal", True):
+        raise ValueError("is_causal=False: a memory holds what came before, so tokens see no later ones")
+    if source.shape[1] == 0:
+        raise ValueError("no tokens: give at least one column")
+    if mask is not None:
+        check_mask(mask, *source.shape[:2])
 
 
 def _padded_rows(mask: Tensor | None, columns: int) -> Rows | None:

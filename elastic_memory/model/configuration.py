@@ -1,8 +1,11 @@
 """`MemoryLlamaConfig`: a Llama and the memory it carries, strict about what it is told."""
 
+import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -29,6 +32,20 @@ COMMON = {
     "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
+
+
+# What saved models carry for programs that do not import us.
+CODE = "elastic_memory_classes"
+AUTO_CLASSES = {
+    "AutoConfig": "MemoryLlamaConfig",
+    "AutoModel": "MemoryLlamaModel",
+    "AutoModelForCausalLM": "MemoryLlamaForCausalLM",
+    "AutoModelForSequenceClassification": "MemoryLlamaForSequenceClassification",
+}
+IMPORTS = f'''"""The code of this model is in elastic_memory (pip install elastic-memory): import that, and it loads."""
+
+from elastic_memory import {", ".join(AUTO_CLASSES.values())}  # noqa: F401
+'''
 
 
 @dataclass(frozen=True)
@@ -105,6 +122,7 @@ class MemoryLlamaConfig(LlamaConfig):
     """
 
     model_type = "memory_llama"
+    base_model_tp_plan = base_model_pp_plan = None
 
     # Rows hold no special tokens, so no id means an end until somebody says so; Llama's 1 and 2 are Llama 2's own.
     bos_token_id: int | None = None
@@ -122,9 +140,35 @@ class MemoryLlamaConfig(LlamaConfig):
     residual_in_fp32: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        _refuse_unknown(self, kwargs)
-        super().__post_init__(**kwargs)
+        loaded = kwargs.pop(LOADED, {})
+        for name, near in _unknown(type(self), kwargs).items():
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ValueError(f"MemoryLlamaConfig has no setting {name!r}{hint}")
+        super().__post_init__(**kwargs, **loaded)
+        refuse_dropout(self)
         self.settings()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers. Keys that are unknown here are kept for those who know them, and named in a warning."""
+        unknown = _unknown(cls, config_dict)
+        if unknown:
+            said = [f"{name} (did you mean {near!r}?)" if near else name for name, near in unknown.items()]
+            warnings.warn(f"a configuration with keys that are unknown: {', '.join(said)}", stacklevel=2)
+        loaded = {name: value for name, value in config_dict.items() if name in unknown}
+        known = {name: value for name, value in config_dict.items() if name not in unknown}
+        return super().from_dict(known | {LOADED: loaded}, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with a line of code by which `trust_remote_code=True` finds our classes."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        Path(save_directory, f"{CODE}.py").write_text(IMPORTS, encoding="utf-8")
+        self.auto_map = {auto: f"{CODE}.{name}" for auto, name in AUTO_CLASSES.items()}
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing to do: models are saved with a line that imports our code, never with a copy of it."""
 
     def stored(self) -> Self:
         """The configuration whose shapes the weights have: with `pad_heads`, heads of a multiple of 8."""
@@ -195,18 +239,24 @@ def known(name: Any, names: Any, what: str) -> None:
         raise ValueError(f"{what}={name!r}: there are {', '.join(names)}.{hint}")
 
 
+def refuse_dropout(config: Any) -> None:
+    """Attention with memory runs on kernels without dropout."""
+    rate = getattr(config, "attention_dropout", 0)
+    if rate:
+        raise ValueError(f"attention_dropout={rate}: attention with memory has no dropout; give attention_dropout=0.0")
+
+
 # What transformers itself passes beside the declared fields, in files and in code.
 _TRANSFORMERS = {
-    "attn_implementation", "dtype", "model_type", "name_or_path", "num_labels", "output_attentions", "rope_scaling",
-    "rope_theta", "torch_dtype", "experts_implementation", "default_theta", "ignore_keys_at_rope_validation",
-    "return_unused_kwargs",
+    "attn_implementation", "auto_map", "dtype", "model_type", "name_or_path", "num_labels", "output_attentions",
+    "quantization_config", "rope_scaling", "rope_theta", "torch_dtype", "experts_implementation", "default_theta",
+    "ignore_keys_at_rope_validation", "return_unused_kwargs",
 }  # fmt: skip
+LOADED = "_loaded"  # how `from_dict` passes on what is unknown
 
 
-def _refuse_unknown(config: MemoryLlamaConfig, kwargs: dict[str, Any]) -> None:
-    names = [item.name for item in fields(config)]
-    for name in kwargs:
-        if name not in _TRANSFORMERS and not name.startswith("_"):
-            near = get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"MemoryLlamaConfig has no setting {name!r}{hint}")
+def _unknown(kind: Any, given: dict[str, Any]) -> dict[str, str | None]:
+    """Keys that no setting has, each with the setting that may be meant."""
+    names = [item.name for item in fields(kind)]
+    unknown = [name for name in sorted(given.keys() - {*names, *_TRANSFORMERS}) if not name.startswith("_")]
+    return {name: next(iter(get_close_matches(name, names, 1)), None) for name in unknown}

@@ -16,39 +16,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from elastic_memory.attention import masked, rotate, trapezoidal, window_mask
 from elastic_memory.memory import Block, Host, Memory, Reading, State
+from elastic_memory.memory.contract import constant
+from elastic_memory.model.rope import Heads, Rope
 from elastic_memory.model.stream import LayerStream, Segment
 from elastic_memory.shapes import Bool, Float, Int, Tensor
 
-Heads = Float[Tensor, "batch head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 ALIGNED = 32  # tokens: numbers of each then fill 128 bytes, and nothing is copied to begin at such a border
-
-
-class Rope:
-    """Rotary positions, which run 0, 1, ... inside each block, so that a layer is the same function in every block."""
-
-    def __init__(self, rotary: nn.Module, like: Tensor, before: int = 0, size: int = 0):
-        self.rotary, self.like, self.before = rotary, like, before
-        # All layers rotate whole blocks alike: one table for them.
-        self.table = self.at(torch.arange(-before, size, device=like.device)) if size else None
-
-    def inside(self, x: Heads, front: int = 0) -> Heads:
-        """Rotate a block from its beginning on, with `front` tokens before it."""
-        first, last = self.before - front, self.before - front + x.shape[2]
-        if self.table is None or first < 0 or self.table[0].shape[1] < last:
-            return self(x, torch.arange(-front, x.shape[2] - front, device=x.device))
-        cos, sin = (part[:, first:last] for part in self.table)
-        return rotate(x, cos, sin).to(x.dtype)
-
-    def at(self, positions: Int[Tensor, "*rows token"]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at some positions, negative ones included: tokens before the block."""
-        cos, sin = self.rotary(self.like, positions.reshape(-1, positions.shape[-1]))
-        return cos, sin
-
-    def __call__(self, x: Heads, positions: Int[Tensor, "*rows token"]) -> Heads:
-        """Rotate `x` to some positions."""
-        return rotate(x, *self.at(positions)).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -79,6 +55,15 @@ class MemoryAttention(nn.Module):
         self.memory = memory
         # A probe: replaces the block's own keys and values in attention; memory is written from the clean ones.
         self.corrupt: Callable[[Heads, Heads], tuple[Heads, Heads]] | None = None
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "a hook on self_attn would never run, as its layer calls only its parts: "
+            "hook the layer, or q_proj, k_proj, v_proj or o_proj"
+        )
+
+    register_forward_hook = register_forward_pre_hook = register_backward_hook = _refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = _refuse_hook
 
     def project(self, hidden: Float[Tensor, "batch token width"]) -> tuple[Heads, Heads, Heads]:
         """Queries, keys and values before rotary positions."""
@@ -152,6 +137,8 @@ class _Twice(torch.autograd.Function):
     Left to itself, a compiler writes the sum with heads first, and then copies it.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Heads) -> tuple[Heads, Heads]:
         return x.view_as(x), x.view_as(x)
@@ -177,6 +164,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.locality = locality
+        self._holders = [part for part in memory.modules() if part._parameters]
 
     @property
     def memory(self) -> Memory:
@@ -189,11 +177,29 @@ class MemoryLayer(GradientCheckpointingLayer):
         rope: Rope,
         stream: LayerStream | None = None,
         segment: Segment | None = None,
+        seen: int = 0,
     ) -> Float[Tensor, "batch token width"]:
-        """All blocks of whole samples; or, given a stream, the next tokens of each row."""
-        if stream is not None and segment is not None:
-            return self._stream(hidden, rope, stream, segment)
-        return self.blocks(hidden, rope)
+        """All blocks of whole samples; given a stream, the next tokens of each row, or whole blocks after `seen`."""
+        fetched = self._fetch()
+        if stream is None:
+            output = self.blocks(hidden, rope)
+        elif segment is None:
+            output = self._stream_blocks(hidden, rope, stream, seen)
+        else:
+            output = self._stream(hidden, rope, stream, segment)
+        self._put_back(fetched)
+        return output
+
+    def _fetch(self) -> list[Any]:
+        """Fetch the memory's parameters, if accelerate keeps them elsewhere: it does so itself for what is called."""
+        hooked = [part for part in self._holders if hasattr(part, "_hf_hook")]
+        for part in hooked:
+            part._hf_hook.pre_forward(part)
+        return hooked
+
+    def _put_back(self, fetched: list[Any]) -> None:
+        for part in fetched:
+            part._hf_hook.post_forward(part, None)
 
     def blocks(self, hidden: Float[Tensor, "batch token width"], rope: Rope) -> Float[Tensor, "batch token width"]:
         """Whole samples, all blocks at once where the mechanism allows it."""
@@ -228,7 +234,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         readings = self.memory.read_all(read_key, read_value, self.host(rope))
         return self._attend_blocks(hidden, rope, (query, key, value), readings)
 
-    def stream_blocks(self, hidden: Tensor, rope: Rope, stream: LayerStream, seen: int) -> Tensor:
+    def _stream_blocks(self, hidden: Tensor, rope: Rope, stream: LayerStream, seen: int) -> Tensor:
         """Whole blocks of a stream at once: as many products as in training, and a memory as exact as in streams."""
         heads = self.self_attn.project(self.input_layernorm(hidden))
         return self._attend_blocks(hidden, rope, heads, stream.pass_blocks(*heads[1:], seen, self.host(rope)))
@@ -394,7 +400,7 @@ class MemoryLayer(GradientCheckpointingLayer):
 
     def close(self, rope: Rope, stream: LayerStream, rows: list[int], seen: int) -> None:
         """Fold the complete open block of some rows, which began at token `seen`, into memory, and open the next."""
-        size = self.locality.block_size
+        size, fetched = self.locality.block_size, self._fetch()
         block = stream.block(rows, size)
         tail = None if block.output is None else self._tail(block.output)
         if tail is not None:
@@ -406,6 +412,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         if self.locality.sliding:
             window = rope(block.key, torch.arange(-size, 0, device=block.key.device)), block.value
         stream.close(rows, block, seen, self.host(rope), window)
+        self._put_back(fetched)
 
 
 def _fold(x: Heads, size: int) -> Float[Tensor, "batch block head size dim"]:
@@ -430,7 +437,7 @@ def _spans(blocks: int, readings: Any, apart: bool) -> list[tuple[int, int, Read
     spans: list[tuple[int, int, Reading | None]] = [(0, 1, start)]
     if not readings and blocks > 1:
         return [*spans, (1, blocks, None)]
-    for _, group in groupby(readings, key=lambda reading: reading[0].shape):
+    for _, group in groupby(readings, key=lambda reading: constant(reading[0].shape[2])):
         together = list(group)
         first = spans[-1][1]
         stacked = tuple(torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*together, strict=True))

@@ -5,47 +5,67 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic_memory.kernels import triton_runs_on
+from elastic_memory.model.layer import HOOKS
 from elastic_memory.shapes import Float, Int, Tensor
 
-PIECE = 8192  # tokens whose logits exist at once on a CPU
+# A weight [vocabulary, width], or a module that does more than multiply by one.
+Head = Tensor | nn.Module
+
+PIECE = 8192  # tokens whose logits exist at once on a CPU, or of a head that is called
 SHARE = 1 / 8  # of a GPU's memory that logits may take in float32
 
 
-def summed_loss(
-    hidden: Float[Tensor, "token width"], head: Float[Tensor, "vocabulary width"], labels: Int[Tensor, " token"]
-) -> Float[Tensor, ""]:
+def plain_head(head: nn.Module, hidden: Tensor) -> bool:
+    """Whether a head computes `hidden @ head.weight.T`, and nothing else happens when it is called."""
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and type(head.weight) is nn.Parameter
+        and head.weight.device == hidden.device
+        and "forward" not in head.__dict__  # accelerate replaces it
+        and not any(getattr(head, name) for name in HOOKS)
+    )
+
+
+def summed_loss(hidden: Float[Tensor, "token width"], head: Head, labels: Int[Tensor, " token"]) -> Float[Tensor, ""]:
     """Cross-entropies of the labels given the hidden states, added up; -100 is not counted."""
     piece = _piece_size(head)
     if len(labels) <= piece:
         return _summed(hidden, head, labels)
     # Recomputing a piece's logits in the backward pass costs one more head product and saves them all.
     pieces = zip(hidden.split(piece), labels.split(piece), strict=True)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
+    options = {"use_reentrant": False, "preserve_rng_state": isinstance(head, nn.Module)}
     return torch.stack([checkpoint(_summed, h, head, y, **options) for h, y in pieces]).sum()
 
 
 def next_token_loss(
     hidden: Float[Tensor, "batch token width"],
-    head: Float[Tensor, "vocabulary width"],
+    head: Head,
     labels: Int[Tensor, "batch token"],
     items: Tensor | int | None = None,
     summed: Callable[..., Tensor] = summed_loss,
+    shifted: bool = False,
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy of each label given the hidden state before it; -100 is not counted.
 
     `items` divides the sum instead of the count here: with gradient accumulation all micro-batches share one count.
+    `shifted` labels stand where they are predicted already.
     """
     labels = labels.to(hidden.device)
-    count = items if items is not None else (labels[:, 1:] != -100).sum()
-    # Each place predicts the label after it; the last predicts nothing. Slicing the labels spares a copy of `hidden`.
-    following = torch.cat((labels[:, 1:], labels.new_full((len(labels), 1), -100)), dim=1).flatten()
-    hidden = hidden.flatten(0, 1)
+    if not shifted:
+        # Each place predicts the label after it; the last predicts nothing. This spares a copy of `hidden`.
+        labels = torch.cat((labels[:, 1:], labels.new_full((len(labels), 1), -100)), dim=1)
+    count = items if items is not None else (labels != -100).sum()
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
+    if isinstance(head, nn.Module):  # compilers know nothing of what may be in it
+        return summed_loss(hidden, head, labels) / count
     if _kernel_fits(hidden, head):
-        return _ByKernel.apply(hidden, head, following, torch.is_grad_enabled()) / count
-    return summed(hidden, head, following) / count
+        return _ByKernel.apply(hidden, head, labels, torch.is_grad_enabled()) / count
+    return summed(hidden, head, labels) / count
 
 
 class _ByKernel(torch.autograd.Function):
@@ -101,8 +121,8 @@ def _dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def _piece_size(head: Tensor) -> int:
-    if head.device.type != "cuda":
+def _piece_size(head: Head) -> int:
+    if isinstance(head, nn.Module) or head.device.type != "cuda":
         return PIECE
     return int(_device_memory(head.device.index or 0) * SHARE) // (4 * head.shape[0])
 
@@ -112,5 +132,6 @@ def _device_memory(index: int) -> int:
     return torch.cuda.get_device_properties(index).total_memory
 
 
-def _summed(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, head).float(), labels, ignore_index=-100, reduction="sum")
+def _summed(hidden: Tensor, head: Head, labels: Tensor) -> Tensor:
+    logits = head(hidden[None])[0] if isinstance(head, nn.Module) else F.linear(hidden, head)
+    return F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
@@ -19,8 +22,9 @@ from elastic_memory.model.calls import whole_calls
 from elastic_memory.model.compilation import compiled
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
-from elastic_memory.model.loss import next_token_loss, summed_loss
+from elastic_memory.model.loss import next_token_loss, plain_head, summed_loss
 from elastic_memory.model.padding import PaddedRotary, pad_heads
+from elastic_memory.model.unread import Call, unasked
 from elastic_memory.model.wavefront import Wavefront, suit
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -49,34 +53,63 @@ class MemoryCausalLM(Mixed):
     ) -> CausalLMOutputWithPast:
         """As every causal LM of transformers.
 
-        Labelled calls longer than 8,192 tokens return `logits=None`, unless `logits_to_keep` asks for some.
+        Labelled calls in training longer than 8,192 tokens return `logits=None`, unless `logits_to_keep` asks for some.
         """
-        if labels is not None and self.training and (past_key_values is not None or use_cache):
+        shift_labels = kwargs.pop(
+            "shift_labels", None
+        )  # Trainer takes every argument called so for one that it must give
+        labelled = labels is not None or shift_labels is not None
+        if labelled and self.training and (past_key_values is not None or use_cache):
             raise ValueError("training reads whole samples, with memory inside the call: leave past_key_values out")
         if use_cache and past_key_values is None:
             past_key_values = MemoryCache(self)
-        kept = logits_to_keep if isinstance(logits_to_keep, int) and labels is None else 0
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            keep=kept,
+            use_cache=False,  # it would be the backbone's own
+            keep=logits_to_keep if isinstance(logits_to_keep, int) and not labelled else 0,
             return_dict=True,
             **kwargs,
         )
+        if not labelled and past_key_values is None:
+            past_key_values = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
         hidden, loss, logits = outputs.last_hidden_state, None, None
-        if labels is not None:
-            targets = _predictable(labels, attention_mask, position_ids)
-            loss = self._loss(hidden, self.lm_head.weight, targets, num_items_in_batch)
         asked = not isinstance(logits_to_keep, int) or logits_to_keep > 0
-        if labels is None or asked or hidden.shape[0] * hidden.shape[1] <= LOGITS_AT_MOST:
-            wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        few = hidden.shape[0] * hidden.shape[1] <= LOGITS_AT_MOST
+        if asked or few or not labelled or not self.training:
             logits = self.lm_head(hidden[:, wanted])
+        if labelled:
+            if labels is not None:
+                labels = _predictable(labels, attention_mask, position_ids)
+            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            loss = self._labelled_loss(hidden, None if asked else logits, given | kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=outputs.hidden_states
         )
+
+    def _labelled_loss(
+        self, hidden: Float[Tensor, "batch column width"], logits: Tensor | None, given: dict[str, Any]
+    ) -> Float[Tensor, ""]:
+        """The loss, without logits where the head is a plain one, or of all logits, if they are there already."""
+        if self.loss_function is not ForCausalLMLoss:
+            logits = self.lm_head(hidden) if logits is None else logits
+            given = {name: value for name, value in given.items() if value is not None or name == "labels"}
+            return self.loss_function(logits=logits, vocab_size=self.config.vocab_size, **given)
+        if given.get("ignore_index", -100) != -100:
+            raise ValueError(f"ignore_index={given['ignore_index']}: labels that do not count are -100")
+        head = self.lm_head
+        if plain_head(head, hidden):
+            source = hidden, head.weight
+        else:
+            source = (hidden, head) if logits is None else (logits, nn.Identity())
+        shifted = given["shift_labels"]
+        if shifted is not None:
+            return self._loss(*source, shifted, given["num_items_in_batch"], shifted=True)
+        return self._loss(*source, given["labels"], given["num_items_in_batch"])
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile training and the single steps of static caches; layers that are alike share graphs.
@@ -194,24 +227,45 @@ def _predictable(labels: Tensor, mask: Tensor | None, positions: Tensor | None) 
     return labels
 
 
-def install(backbone: Any, settings: MemorySettings) -> None:
-    """Replace the layers of a Llama-like model by layers with memory, which share their parameters."""
+def name_causal_lm(kind: type) -> None:
+    """Tell transformers that this class is a causal LM: Trainer's label smoothing shifts labels for those it knows."""
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.__name__] = kind.__name__
+
+
+def refuse_spread(model: Any) -> None:
+    """Refuse a `device_map` over several devices; what it offloads to CPU or disk runs on the one that is left."""
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk", "meta"}
+    devices = sorted(
+        {f"cuda:{place}" if place.isdigit() else "cuda:0" if place == "cuda" else place for place in places}
+    )
+    if len(devices) > 1:
+        raise ValueError(
+            f"device_map spreads the model over {', '.join(devices)}, and a memory runs on one device: "
+            "give device_map={'': 0}, or one that offloads to cpu or disk"
+        )
+
+
+def memory_layers(backbone: Any, settings: MemorySettings) -> nn.ModuleList:
+    """The layers of a Llama-like model with memory, which share its parameters."""
     kept = [
         MemoryLayer(layer, settings.memory_at(index), settings.locality) for index, layer in enumerate(backbone.layers)
     ]
-    backbone.layers = nn.ModuleList(kept)
+    return nn.ModuleList(kept)
 
 
 class _Initialised(Mixed):
     """Weights as Llama initialises them, memories as they say themselves; or those of a file, if they fit."""
 
     _no_split_modules = ("MemoryLayer",)
+    _tp_plan = _pp_plan = None  # memories hold the heads of a whole layer, and caches all layers
 
     @classmethod
     def from_pretrained(
         cls, *args: Any, ignore_mismatched_sizes: bool = False, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """As in transformers; weights of other shapes than the configuration's are named in the error."""
+        if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
+            raise ValueError("tensor parallelism: memories hold all heads of a layer; load without tp_plan and tp_size")
         model, info = super().from_pretrained(*args, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs)
         if info["mismatched_keys"] and not ignore_mismatched_sizes:
             name, there, here = min(info["mismatched_keys"])
@@ -219,7 +273,12 @@ class _Initialised(Mixed):
                 f"{name} is {list(there)} in the file and {list(here)} here: sizes such as block_size, "
                 f"{model.config.block_size} here, and memory_order must be those that the model was trained with"
             )
+        refuse_spread(model)
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to do, as for the configuration."""
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -235,7 +294,7 @@ class MemoryLlamaModel(MemoryBackbone, _Initialised, LlamaModel):
     def __init__(self, config: MemoryLlamaConfig):
         super().__init__(config.stored())
         self.config = config
-        install(self, config.settings(stored=True))
+        self.layers = memory_layers(self, config.settings(stored=True))
         if config.pad_heads:
             self.rotary_emb = PaddedRotary(LlamaRotaryEmbedding(config), config.stored().head_dim)
             for layer in self.layers:
@@ -258,3 +317,9 @@ class MemoryLlamaForCausalLM(MemoryCausalLM, _Initialised, LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+class MemoryLlamaForSequenceClassification(GenericForSequenceClassification, _Initialised, LlamaPreTrainedModel):
+    """A score for each row, or several, read at its last token: classifiers and reward models."""
+
+    config_class = MemoryLlamaConfig

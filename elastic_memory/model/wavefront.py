@@ -18,7 +18,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from elastic_memory.memory import State
 from elastic_memory.model.compilation import compiled
-from elastic_memory.model.layer import MemoryLayer, Rope
+from elastic_memory.model.layer import HOOKS, MemoryLayer
+from elastic_memory.model.rope import Rope
 from elastic_memory.shapes import Float, Tensor
 
 TOKENS = 49152  # of all layers that go together, to keep a large GPU busy
@@ -105,8 +106,7 @@ def _plain(layer: MemoryLayer) -> bool:
         return False
     if not all(_scales(type(norm)) for norm in (layer.input_layernorm, layer.post_attention_layernorm)):
         return False
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return not any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in layer.modules())
+    return not any("forward" in vars(part) or any(getattr(part, name) for name in HOOKS) for part in layer.modules())
 
 
 @lru_cache

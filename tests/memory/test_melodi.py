@@ -3,6 +3,7 @@ import torch
 
 import elastic_memory as em
 from elastic_memory.memory import Block
+from tests.conftest import small_model
 from tests.memory.cases import BLOCK, fresh, logits, memory_of, tokens
 from tests.oracles import melodi as oracle
 from tests.oracles.parts import Layer
@@ -83,3 +84,13 @@ def test_weights_of_another_block_size_are_refused(tmp_path):
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         fresh("melodi", memory_options=options)
+
+
+def test_adapters_of_all_linear_layers_leave_the_mixer_alone(ids):
+    peft = pytest.importorskip("peft")
+    model = small_model("melodi")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert trained and not any(".memory." in name for name in trained)
+    adapted(ids, labels=ids).loss.backward()
+    assert all(parameter.grad.any() for parameter in adapted.parameters() if parameter.requires_grad)

@@ -1,7 +1,11 @@
 """Memory for models that exist already."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -181,3 +185,146 @@ def test_fine_tuning_under_autocast(pretrained, road):
     loss.backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad - exact[name]).norm() <= 0.2 * exact[name].norm() + 1e-4, name
+
+
+# -- what was saved, what is given -------------------------------------------------------------------------------------
+
+
+def saved(folder, memory="elastic", **settings):
+    """A folder with a model whose memory was attached with these settings."""
+    torch.manual_seed(0)
+    model = em.attach_memory(FAMILIES["llama"]().eval(), memory=memory, **settings)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (dict(block_size=2048), ("elastic", 2048, "sliding", 11)),
+        (dict(local_attention="block"), ("elastic", 8, "block", 11)),
+        (dict(memory="elastic"), ("elastic", 8, "sliding", 11)),
+        (dict(order=7), ("elastic", 8, "sliding", 7)),
+        (dict(memory="memorizing", local_attention="block"), ("memorizing", 2048, "block", None)),
+        ({}, ("elastic", 8, "sliding", 11)),
+    ],
+)
+def test_what_is_given_counts_and_the_rest_is_as_it_was_saved(given, expected, tmp_path):
+    """Also where what is given is a default; another mechanism starts from its own defaults."""
+    saved(tmp_path, **MEMORY, sampling="exponential", sampling_options={"decay": 0.9}, local_attention="sliding")
+    loaded = em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path), **given)
+    settings = loaded.config.elastic_memory
+    assert tuple(settings[name] for name in ("memory", "block_size", "local_attention", "memory_order")) == expected
+    assert loaded.model.layers[1].locality.block_size == expected[1]
+    em.detach_memory(loaded)
+    fresh = em.attach_memory(loaded)
+    assert fresh.model.layers[1].locality.block_size == 2048  # detaching forgets
+
+
+def test_another_sampling_leaves_the_old_ones_options_behind(tmp_path):
+    saved(tmp_path, **MEMORY, sampling="exponential", sampling_options={"decay": 0.9})
+    em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path), sampling="uniform")
+
+
+def test_trained_memories_come_back_or_the_sizes_are_named(tmp_path):
+    trained = saved(tmp_path, memory="melodi", order=3, block_size=8)
+    same = em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path), detach_every=2)
+    assert torch.equal(same.memories[0].mixer.weight, trained.memories[0].mixer.weight)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"mixer.weight is \[3, 11\] in .* and \[3, 19\] with these settings"):
+        em.attach_memory(model, block_size=16)
+    assert type(model) is LlamaForCausalLM and type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
+
+
+def test_a_model_loaded_without_its_memory_says_so(tmp_path):
+    saved(tmp_path, **MEMORY)
+    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "elastic_memory_attach_memory_restores_the_memory" in done.stderr + done.stdout
+    model = em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path))
+    em.detach_memory(model).save_pretrained(tmp_path / "plain")
+    with safe_open(tmp_path / "plain" / "model.safetensors", "pt") as stored:
+        assert not any("attach_memory" in name for name in set(stored.keys()))
+
+
+# -- nothing or all ----------------------------------------------------------------------------------------------------
+
+
+class Quantised(torch.nn.Module):
+    """A linear layer of integers, as quantisers put in the place of `nn.Linear`."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.weight = torch.nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("scale", scale.detach())
+
+    def forward(self, x):
+        return x @ (self.weight * self.scale).T.to(x.dtype)
+
+
+def quantised(model):
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(module, name, Quantised(child))
+    return model
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_quantised_models_get_a_memory(memory, ids):
+    options = dict(order=11) if MEMORIES[memory].has_option("order") else {}
+    model = quantised(FAMILIES["llama"]().eval())
+    with torch.no_grad():
+        before = model(ids[:, :8]).logits
+        em.attach_memory(model, memory=memory, block_size=8, **options)
+        torch.testing.assert_close(model(ids).logits[:, :8], before, atol=1e-5, rtol=1e-5)
+        options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    model(ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("place", ["reset", "to"])
+def test_what_fails_leaves_the_model_as_it_was(place, ids, monkeypatch):
+    model = FAMILIES["llama"]().eval()
+    before, config, layers = model(ids).logits, model.config.to_dict(), list(model.model.layers)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(MEMORIES["melodi"], place, fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        em.attach_memory(model, memory="melodi", order=3, block_size=8)
+    assert type(model) is LlamaForCausalLM and all(a is b for a, b in zip(model.model.layers, layers, strict=True))
+    assert torch.equal(model(ids).logits, before) and model.config.to_dict() == config
+
+
+def test_adapters_and_memory(ids):
+    """A PeftModel is refused; the model inside it gets a memory, and its adapters go on being trained."""
+    peft = pytest.importorskip("peft")
+    options = dict(target_modules=["q_proj", "lm_head"], r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(FAMILIES["llama"](), peft.LoraConfig(**options)).eval()
+    with pytest.raises(ValueError, match=r"attach_memory\(model.get_base_model\(\)"):
+        em.attach_memory(model, **MEMORY)
+    before = model(ids[:, :8]).logits
+    em.attach_memory(model.get_base_model(), **MEMORY)
+    torch.testing.assert_close(model(ids).logits[:, :8], before, atol=1e-5, rtol=1e-5)
+    model.train()(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
+    with pytest.raises(ValueError, match=r"detach_memory\(model.get_base_model\(\)"):
+        em.detach_memory(model)
+    em.detach_memory(model.get_base_model())
+    torch.testing.assert_close(model.eval()(ids[:, :8]).logits, before)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_bitsandbytes(bits, ids, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    how = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how).eval()
+    before = model(ids[:, :8]).logits
+    em.attach_memory(model, memory="melodi", order=3, block_size=8)
+    torch.testing.assert_close(model(ids).logits[:, :8], before, atol=0.05, rtol=0.05)

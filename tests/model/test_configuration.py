@@ -4,6 +4,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
+from tests.conftest import small_model
 
 
 def meta(**settings):
@@ -84,3 +85,51 @@ def test_output_projections_start_smaller():
     layer = model.model.layers[0]
     assert abs(layer.self_attn.q_proj.weight.std() - 0.02) < 0.002
     assert abs(layer.self_attn.o_proj.weight.std() - 0.02 / 8**0.5) < 0.0005
+
+
+# -- files of other people ---------------------------------------------------------------------------------------------
+
+
+def test_unknown_keys_of_a_file_are_kept_and_named(tmp_path):
+    """A user's own note must not make a model unreadable; a misspelt setting must not go unnoticed."""
+    config = em.MemoryLlamaConfig.preset("tiny")
+    values = config.to_dict() | {"note": "trained on a Tuesday", "blok_size": 7}
+    with pytest.warns(UserWarning, match=r"unknown: blok_size \(did you mean 'block_size'\?\), note"):
+        loaded = em.MemoryLlamaConfig.from_dict(values)
+    assert (loaded.note, loaded.blok_size, loaded.block_size) == ("trained on a Tuesday", 7, 64)
+    loaded.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="unknown: blok_size"):
+        again, unused = em.MemoryLlamaConfig.from_pretrained(tmp_path, note="now", use=1, return_unused_kwargs=True)
+    assert again.note == "now" and unused == {"use": 1}
+    with pytest.raises(ValueError, match="no setting 'note'"):
+        em.MemoryLlamaConfig(note="typed by hand")
+
+
+def test_what_transformers_writes_is_known(tmp_path, recwarn):
+    values = em.MemoryLlamaConfig.preset("tiny").to_dict() | {
+        "auto_map": {"AutoConfig": "file.Class"},
+        "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "num_labels": 3,
+        "torch_dtype": "bfloat16",
+    }
+    loaded = em.MemoryLlamaConfig.from_dict(values)
+    copied = em.MemoryLlamaConfig(**loaded.to_dict())
+    for config in (loaded, copied):
+        assert config.auto_map == values["auto_map"] and config.quantization_config == values["quantization_config"]
+        assert config.num_labels == 3
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_quantised_models_are_saved_and_loaded(memory, tmp_path, ids):
+    """The mixers and gates of memories are no linear layers, and stay as they are."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    small_model(memory).save_pretrained(tmp_path / "plain")
+    how = BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=how).eval()
+    model.save_pretrained(tmp_path / "quantised")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)

@@ -375,7 +375,6 @@ def test_bad_input(model, ids):
         (lambda: model(ids, attention_mask=torch.ones(2, 3), past_key_values=em.MemoryCache(model)), "45 tokens"),
         (lambda: model(ids, attention_mask=torch.ones(2, 1, 45, 45)), "batch, column"),
         (lambda: model(ids, output_attentions=True), "output_attentions"),
-        (lambda: model(ids, use_cache=True, output_hidden_states=True), "without a cache"),
         (lambda: model.train()(ids, labels=ids, use_cache=True), "whole samples"),
         (lambda: small_model("none").set_retrieval(points=3), "no memory"),
         (lambda: model.set_retrieval(sampling="uniforn"), "uniform"),

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
@@ -97,6 +98,19 @@ def test_compiled_is_eager_without_graph_breaks(local, ids):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("memory", MEMORIES)
+@torch.no_grad()
+def test_compiled_for_dynamic_shapes(memory, ids):
+    """One graph for each length, on whose number of blocks it depends, and no breaks; any number of rows."""
+    model, counter = small_model(memory), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    for rows, length in ((2, 45), (2, 20), (1, 45)):
+        given = ids[:rows, :length]
+        torch.testing.assert_close(compiled(given).logits, model(given).logits, atol=1e-5, rtol=0)
+    assert counter.frame_count <= 3
+    torch._dynamo.reset()
+
+
 def test_a_compiled_model_streams(model, ids, tmp_path):
     compiled = torch.compile(model, backend="eager")
     cache = em.MemoryCache(compiled)
@@ -176,8 +190,10 @@ def test_loss_in_pieces_is_the_loss(model, ids, monkeypatch):
     torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=10).loss, expected * (2 * 40) / 10)
 
 
-def test_long_labelled_calls_make_no_logits(model, ids, monkeypatch):
+def test_long_training_calls_make_no_logits(model, ids, monkeypatch):
     monkeypatch.setattr(modeling, "LOGITS_AT_MOST", 50)
+    assert torch.equal(model(ids, labels=ids).logits, model(ids).logits)  # in evaluation they are what is predicted
+    model.train()
     assert model(ids, labels=ids).logits is None
     assert model(ids, labels=ids, logits_to_keep=3).logits.shape == (2, 3, 61)
     assert model(ids[:, :20], labels=ids[:, :20]).logits.shape == (2, 20, 61)
@@ -209,7 +225,8 @@ def test_tuples_for_those_who_want_them(model, ids):
     loss, logits = model(ids, labels=ids, return_dict=False)
     torch.testing.assert_close(loss, model(ids, labels=ids).loss)
     torch.testing.assert_close(logits, model(ids).logits)
-    (hidden,) = model.model(ids, return_dict=False)
+    hidden, cache = model.model(ids, return_dict=False)
+    assert isinstance(cache, em.MemoryCache)
     torch.testing.assert_close(model.lm_head(hidden), logits)
 
 

@@ -1,0 +1,35 @@
+"""Rotary positions inside blocks."""
+
+import torch
+from torch import nn
+
+from elastic_memory.attention import rotate
+from elastic_memory.shapes import Float, Int, Tensor
+
+Heads = Float[Tensor, "batch head token dim"]
+
+
+class Rope:
+    """Rotary positions, which run 0, 1, ... inside each block, so that a layer is the same function in every block."""
+
+    def __init__(self, rotary: nn.Module, like: Tensor, before: int = 0, size: int = 0):
+        self.rotary, self.like, self.before = rotary, like, before
+        # All layers rotate whole blocks alike: one table for them.
+        self.table = self.at(torch.arange(-before, size, device=like.device)) if size else None
+
+    def inside(self, x: Heads, front: int = 0) -> Heads:
+        """Rotate a block from its beginning on, with `front` tokens before it."""
+        first, last = self.before - front, self.before - front + x.shape[2]
+        if self.table is None or first < 0 or self.table[0].shape[1] < last:
+            return self(x, torch.arange(-front, x.shape[2] - front, device=x.device))
+        cos, sin = (part[:, first:last] for part in self.table)
+        return rotate(x, cos, sin).to(x.dtype)
+
+    def at(self, positions: Int[Tensor, "*rows token"]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at some positions, negative ones included: tokens before the block."""
+        cos, sin = self.rotary(self.like, positions.reshape(-1, positions.shape[-1]))
+        return cos, sin
+
+    def __call__(self, x: Heads, positions: Int[Tensor, "*rows token"]) -> Heads:
+        """Rotate `x` to some positions."""
+        return rotate(x, *self.at(positions)).to(x.dtype)

@@ -1,0 +1,115 @@
+"""Things that clients do to models: hidden states while generating, prediction, pickling, gradients by row, rewards."""
+
+import copy
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+from transformers import (
+    AutoModelForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+import elastic_memory as em
+from elastic_memory.memory import MEMORIES
+from elastic_memory.model import modeling
+from tests.conftest import small_model
+
+GREEDY = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+
+def attached():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=61, initializer_range=0.2, head_dim=8, pad_token_id=0,
+    )  # fmt: skip
+    return em.attach_memory(Qwen3ForCausalLM(config).eval(), order=11, points=5, block_size=8)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_hidden_states_while_generating(memory, cache, ids):
+    model, mask = small_model(memory), torch.ones_like(ids)
+    mask[1, :13] = 0
+    options = GREEDY | dict(cache_implementation=cache, return_dict_in_generate=True, attention_mask=mask)
+    plain = model.generate(ids, **options).sequences
+    output = model.generate(ids, output_hidden_states=True, **options)
+    assert torch.equal(output.sequences, plain)
+    states = [torch.cat(parts, dim=1) for parts in zip(*output.hidden_states, strict=True)]
+    for row, start in enumerate((0, 13)):
+        expected = model(plain[row : row + 1, start:-1], output_hidden_states=True).hidden_states
+        for mine, theirs in zip(states, expected, strict=True):
+            torch.testing.assert_close(mine[row, start:], theirs[0], atol=5e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_hidden_states_of_many_blocks_at_once(model):
+    ids = torch.randint(1, 61, (1, 100))
+    expected = model(ids, output_hidden_states=True, use_cache=False)
+    found = model(ids, output_hidden_states=True, use_cache=True, logits_to_keep=1)
+    assert found.logits.shape == (1, 1, 61)
+    for mine, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+
+
+def test_predictions_of_long_samples(model, ids, tmp_path, monkeypatch):
+    monkeypatch.setattr(modeling, "LOGITS_AT_MOST", 50)
+    trainer = Trainer(model, TrainingArguments(tmp_path, report_to=[], use_cpu=True, per_device_eval_batch_size=2))
+    found = trainer.predict([{"input_ids": row, "labels": row} for row in ids]).predictions
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(ids).logits)
+
+
+@pytest.mark.parametrize("make", [attached, small_model])
+def test_whole_models_are_pickled(make, ids, tmp_path):
+    model = make()
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for again in (loaded, copy.deepcopy(model)):
+        assert type(again) is type(model) and torch.equal(again(ids).logits, model(ids).logits)
+        assert torch.equal(again.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+    if make is attached:
+        assert type(em.detach_memory(loaded)) is Qwen3ForCausalLM
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_gradients_of_each_row_at_once(memory, ids):
+    """As for differential privacy and influence functions."""
+    model = small_model(memory, tie_word_embeddings=False)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters, row):
+        return functional_call(model, parameters, (row[None],), {"labels": row[None]}).loss
+
+    together = vmap(grad(loss), in_dims=(None, 0))(parameters, ids)
+    for index, row in enumerate(ids):
+        model.zero_grad()
+        model(row[None], labels=row[None]).loss.backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(together[name][index], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_rewards(memory, ids, tmp_path):
+    """A score for each row, read at its last real token; from a trained model, and saved and loaded."""
+    trained = small_model(memory)
+    trained.save_pretrained(tmp_path / "lm")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", num_labels=1, pad_token_id=0).eval()
+    mask = torch.ones_like(ids)
+    mask[1, 30:] = 0
+    with torch.no_grad():
+        scores = model(ids * mask, attention_mask=mask).logits
+        hidden = [trained.model(ids[:1])[0][:, -1], trained.model(ids[1:, :30])[0][:, -1]]
+        torch.testing.assert_close(scores, model.score(torch.cat(hidden)), atol=1e-4, rtol=0)
+    model.train()(ids, labels=torch.tensor([[1.0], [0.0]])).loss.backward()
+    assert model.model.embed_tokens.weight.grad.any()
+    model.eval().save_pretrained(tmp_path / "rm")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
+    with torch.no_grad():
+        assert torch.equal(again(ids * mask, attention_mask=mask).logits, scores)
