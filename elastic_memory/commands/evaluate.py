@@ -62,13 +62,13 @@ def evaluate(
     metrics = metric or ["ppl"]
     if data is None and metrics != ["recall"]:
         raise ValueError("--data is missing: a folder that `elastic prepare` wrote")
-    rows = samples(data, split) if data else None
+    rows, model = samples(data, split) if data else None, load_model(checkpoint)
     if rows is not None:
         tokens = rows.manifest["tokenizer"]
         check_tokenizer(checkpoint, tokens["sha256"], f"{rows.folder} ({tokens['name']})")
     scaled = Settings.scaled(rows.length if rows else 32768)
     task = Task(
-        model=load_model(checkpoint),
+        model=model,
         rows=Spread(rows, limit or len(rows)) if rows is not None else [],
         tokenizer=rows.tokenizer() if rows is not None else None,
         conditions=Conditions(

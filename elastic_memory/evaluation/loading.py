@@ -13,6 +13,7 @@ from elastic_memory.data import load_tokenizer
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
+from elastic_memory.training.models import check_files, check_loaded, check_tensors
 
 
 def load_model(path: str) -> Any:
@@ -20,9 +21,14 @@ def load_model(path: str) -> Any:
 
     A model that was saved with an attached memory gets it back.
     """
+    folder = Path(model_folder(path))
+    check_files(folder)
     config = load_config(path)
+    check_tensors(folder, quantized=hasattr(config, "quantization_config"))
     with _missing(path):
-        model: Any = AutoModelForCausalLM.from_pretrained(model_folder(path), config=config)
+        options: Any = {"config": config, "output_loading_info": True, "trust_remote_code": False}
+        model, info = AutoModelForCausalLM.from_pretrained(model_folder(path), **options)
+    check_loaded(path, info, foreign=config.model_type != "memory_llama" and not getattr(config, SAVED, None))
     if getattr(config, SAVED, None):
         model = attach_memory(model)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -31,7 +37,7 @@ def load_model(path: str) -> Any:
 def load_config(path: str) -> Any:
     """The configuration of such a model, which is soon there and says whether the model is."""
     with _missing(path):
-        return AutoConfig.from_pretrained(model_folder(path))
+        return AutoConfig.from_pretrained(model_folder(path), trust_remote_code=False)
 
 
 @contextmanager

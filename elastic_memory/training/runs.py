@@ -33,6 +33,7 @@ class Run:
 
     def __init__(self, out: Path, recipe: Recipe, data: str) -> None:
         self.recipe, self.data = recipe, data
+        self.digest = recipe.digest(data)
         self.folder = out / f"{recipe.name}-{recipe.digest(data)}"
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"

@@ -27,6 +27,7 @@ from elastic_memory.training.corpus import data_hash, fit, tokenizer_sha256
 from elastic_memory.training.environment import environment, is_main, machine, peak_memory
 from elastic_memory.training.files import publish, write_json, write_text
 from elastic_memory.training.interrupts import Interrupts
+from elastic_memory.training.models import seal_model
 from elastic_memory.training.order import Schedule
 from elastic_memory.training.recipe import Recipe
 from elastic_memory.training.runs import Run, StoppedError, differences
@@ -177,7 +178,7 @@ class Session:
         if is_main():
             run = self.run
             try:
-                found = checkpoints.newest(run.checkpoints, weights_only=self.resume.weights_only)
+                found = checkpoints.newest(run.checkpoints, run.digest, weights_only=self.resume.weights_only)
             except checkpoints.IncompleteError as error:
                 raise ValueError(
                     f"{error}: training cannot go on exactly. Add --weights-only to go on from the weights with "
@@ -193,7 +194,7 @@ class Session:
                 )
             step = [found.step]
             if found.lacks:
-                repair_for_weights_only(checkpoints.folder_of(run.checkpoints, found.step), found.step, run.recipe)
+                repair_for_weights_only(checkpoints.folder_of(run.checkpoints, found.step), found.step, run)
                 run.event("weights only", step=found.step, reason=found.lacks)
             run.rewind(found.step)
             tell(f"{run.folder.name}: " + (f"going on after step {found.step}" if found.step else "starting"))
@@ -223,7 +224,7 @@ class Session:
             )
         if is_main():
             bad = [line for line in run.measured() if line["step"] >= error.first]
-            back_to = checkpoints.newest(run.checkpoints, before=error.first).step
+            back_to = checkpoints.newest(run.checkpoints, run.digest, before=error.first).step
             for later in checkpoints.steps(run.checkpoints):
                 if later > back_to:
                     checkpoints.discard(run.checkpoints, later)
@@ -277,6 +278,7 @@ class Session:
                 shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
                 write_json(staged / "training.json", result)
                 write_text(staged / "README.md", model_card(run.recipe, result))
+                seal_model(staged, run.digest, result["steps"])
                 shutil.rmtree(run.model, ignore_errors=True)
                 publish(staged, run.model)
         except (OSError, SafetensorError) as error:

@@ -240,8 +240,8 @@ class MemoryTrainer(Trainer):
                     # a pickle nobody needs: recipe.yaml says it all
                     (folder / "training_args.bin").unlink(missing_ok=True)
                     self.run.flush()
-                    checkpoints.seal(folder, self.run.checkpoints, step)
-                    checkpoints.prune(self.run.checkpoints, self.run.recipe.execution.keep)
+                    checkpoints.seal(folder, self.run.checkpoints, self.run.digest, step)
+                    checkpoints.prune(self.run.checkpoints, self.run.recipe.execution.keep, saved=step)
         except (OSError, SafetensorError, RuntimeError) as error:
             raise self.run.unwritten(f"the checkpoint of step {step}", error) from error
         self.accelerator.wait_for_everyone()
@@ -251,11 +251,11 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def repair_for_weights_only(folder: Path, step: int, recipe: Recipe) -> None:
+def repair_for_weights_only(folder: Path, step: int, run: Run) -> None:
     """Make a checkpoint whose training state was removed resumable: same weights and step, a fresh optimizer."""
     if not (folder / checkpoints.TRAINER_STATE).exists():
         callbacks: Any = [TrainerControl()]  # which Trainer also keeps its own state in
-        size = recipe.execution.micro_batch
+        size = run.recipe.execution.micro_batch
         state = TrainerState(global_step=step, logging_steps=1, train_batch_size=size, stateful_callbacks=callbacks)
         state.save_to_json(str(folder / checkpoints.TRAINER_STATE))
-    checkpoints.write_manifest(folder, step)
+    checkpoints.write_manifest(folder, run.digest, step)

@@ -14,7 +14,7 @@ def folder(tmp_path):
         staged.mkdir()
         for name in ("model.safetensors", "optimizer.pt", "rng_state.pth"):
             (staged / name).write_bytes(f"{name} at step {step}".encode() * 50)
-        checkpoints.seal(staged, tmp_path, step)
+        checkpoints.seal(staged, tmp_path, "a-run", step)
     return tmp_path
 
 
@@ -75,5 +75,5 @@ def test_a_failed_save_leaves_nothing_and_a_sweep_removes_what_a_crash_left(fold
 
 
 def test_pruning_keeps_the_newest(folder):
-    checkpoints.prune(folder, keep=2)
+    checkpoints.prune(folder, keep=2, saved=30)
     assert checkpoints.steps(folder) == [20, 30]
