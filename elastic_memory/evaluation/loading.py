@@ -26,8 +26,10 @@ def load_model(path: str) -> Any:
     config = load_config(path)
     check_tensors(folder, quantized=hasattr(config, "quantization_config"))
     with _missing(path):
-        options: Any = {"config": config, "output_loading_info": True, "trust_remote_code": False}
-        model, info = AutoModelForCausalLM.from_pretrained(model_folder(path), **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_folder(path), config=config, output_loading_info=True, trust_remote_code=False
+        )
+    model, info = loaded
     check_loaded(path, info, foreign=config.model_type != "memory_llama" and not getattr(config, SAVED, None))
     if getattr(config, SAVED, None):
         model = attach_memory(model)

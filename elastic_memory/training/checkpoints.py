@@ -117,9 +117,7 @@ def verify(folder: Path, run: str | None = None, step: int | None = None) -> dic
     return manifest
 
 
-def newest(
-    checkpoints: Path, run: str | None = None, before: int | None = None, weights_only: bool = False
-) -> Found:
+def newest(checkpoints: Path, run: str | None = None, before: int | None = None, weights_only: bool = False) -> Found:
     """The newest checkpoint of a run that verifies (of a step below `before`), and why newer ones were passed over.
 
     One whose training state was removed is not passed over: `IncompleteError` is raised unless `weights_only`.
