@@ -90,13 +90,19 @@ class Samples:
             )
         return beside
 
+    def verify_rows(self) -> None:
+        """Read the rows once; ValueError if they are not those that were written."""
+        self._verify(self._rows, "sha256")
+
+    def _verify(self, path: Path, key: str) -> None:
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != self.manifest["splits"][self.split][key]:
+                raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest; prepare it again")
+
     def verify(self) -> None:
         """Read everything once; ValueError if a file is not what was written."""
-        facts = self.manifest["splits"][self.split]
-        for path, key in ((self._rows, "sha256"), (self._documents, "documents_sha256")):
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != facts[key]:
-                    raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest; prepare it again")
+        self.verify_rows()
+        self._verify(self._documents, "documents_sha256")
         largest = max(int(row.max()) for row in self._array)
         if largest >= self.vocab_size:
             raise ValueError(f"{self._rows} has the id {largest}, outside the vocabulary of {self.vocab_size}")

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from elastic_memory.data import Samples, samples
 from elastic_memory.data.folders import locked
-from elastic_memory.training import checkpoints
+from elastic_memory.training import checkpoints, logs
 from elastic_memory.training.build import build_model, count_parameters
 from elastic_memory.training.callbacks import console
 from elastic_memory.training.card import model_card
@@ -103,6 +103,7 @@ class Session:
 
     def _take(self) -> None:
         run, here = self.run, machine(self.run.recipe)
+        self.rows.verify_rows()
         if run.exists and not self.resume.allowed:
             last = (checkpoints.steps(run.checkpoints) or [0])[-1]
             raise ValueError(
@@ -110,7 +111,7 @@ class Session:
                 "add --resume to go on, or remove the folder to start again"
             )
         if self.resume.allowed and not self.resume.or_start and not run.exists:
-            self._refuse_other_recipe()
+            self._refuse_to_start()
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         self.held.enter_context(locked(run.checkpoints / "lock"))
         if run.exists:
@@ -120,13 +121,14 @@ class Session:
                     f"{run.folder.name} was begun elsewhere ({'; '.join(changed)}): the samples would be the same, the "
                     "rounding not; add --new-machine to go on"
                 )
+        logs.mend(run.events)
+        run.check(0)
         checkpoints.sweep(run.checkpoints)
-        run.mend()
         tokenizer = tokenizer_sha256(self.rows)
         facts = {"tokenizer": tokenizer, "sample_order": self.schedule.digest, "machine": here, **environment()}
         run.begin(facts)
 
-    def _refuse_other_recipe(self) -> None:
+    def _refuse_to_start(self) -> None:
         """A run of this name that is not finished and differs is probably the one meant: show in what."""
         run = self.run
         for folder in sorted(run.folder.parent.glob(f"{run.recipe.name}-*")):
@@ -142,6 +144,10 @@ class Session:
                 f"nothing to resume: this is not what {folder.name} trains ({'; '.join(changed)}). "
                 "Undo the change to resume it, or leave out --resume to begin a new run (--requeue never asks)"
             )
+        raise ValueError(
+            f"nothing to resume in {run.folder.parent}: no run of {run.recipe.name} was begun there. Name the folder "
+            "that has it (--out), or leave out --resume to begin (--requeue does whichever fits)"
+        )
 
     def train(self) -> dict[str, Any]:
         """Attempt after attempt, until the last step."""
@@ -184,6 +190,7 @@ class Session:
                     f"{error}: training cannot go on exactly. Add --weights-only to go on from the weights with "
                     "a fresh optimizer, or remove that checkpoint to fall back to the one before it"
                 ) from None
+            run.check(found.step)
             for why in found.rejected.values():
                 tell(f"passed over a damaged checkpoint: {why}")
                 run.event("passed over", reason=why)

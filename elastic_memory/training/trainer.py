@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
@@ -229,8 +230,10 @@ class MemoryTrainer(Trainer):
         return str(self.run.checkpoints / checkpoints.STAGING)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Let Trainer write into a hidden folder, then seal it and give it its name."""
+        """Let Trainer write into a hidden folder, then seal it and give it its name; weights must be finite."""
         step = self.state.global_step
+        if not self._finite():
+            raise UnstableError(step, f"the weights after step {step} are not finite")
         try:
             with checkpoints.saving(self.run.checkpoints / checkpoints.STAGING) as staged:
                 super()._save_checkpoint(model, trial)
@@ -245,6 +248,12 @@ class MemoryTrainer(Trainer):
         except (OSError, SafetensorError, RuntimeError) as error:
             raise self.run.unwritten(f"the checkpoint of step {step}", error) from error
         self.accelerator.wait_for_everyone()
+
+    def _finite(self) -> bool:
+        """Whether all weights are finite, on all devices."""
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in self.network.parameters()]
+        strange = torch.stack([(~torch.isfinite(part)).any() for part in parts]).any()
+        return not self.accelerator.reduce(strange.float(), "sum").item()
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -77,3 +77,23 @@ def test_a_failed_save_leaves_nothing_and_a_sweep_removes_what_a_crash_left(fold
 def test_pruning_keeps_the_newest(folder):
     checkpoints.prune(folder, keep=2, saved=30)
     assert checkpoints.steps(folder) == [20, 30]
+
+
+def test_pruning_never_removes_what_was_just_saved(folder):
+    """Step 15 was saved by a signal after a resume from step 10: 20 and 30 were passed over as damaged."""
+    staged = folder / checkpoints.STAGING
+    staged.mkdir()
+    (staged / "model.safetensors").write_bytes(b"weights")
+    checkpoints.seal(staged, folder, "a-run", 15)
+    checkpoints.prune(folder, keep=1, saved=15)
+    assert checkpoints.steps(folder) == [15, 20, 30]
+
+
+def test_a_checkpoint_of_another_run_or_step_is_passed_over(folder):
+    found = checkpoints.newest(folder, "another-run")
+    assert found.step == 0
+    assert found.rejected[30] == "step-00000030 is the checkpoint of run a-run, not of another-run"
+    folder_of(folder, 10).rename(folder_of(folder, 40))
+    found = checkpoints.newest(folder, "a-run")
+    assert found.step == 30
+    assert found.rejected == {40: "step-00000040 is the checkpoint of step 10, not of 40"}

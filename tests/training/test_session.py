@@ -127,19 +127,6 @@ def test_signals_save_and_exit_and_the_rest_follows_exactly(
     assert [line["step"] for line in lines(run)] == list(range(1, 13))
 
 
-@pytest.fixture
-def stopped_at_8(quick, corpus, tmp_path, disturb):
-    """A run that died in step 9, with checkpoints of steps 4 and 8."""
-
-    def crash(model, out):
-        raise KeyError
-
-    disturb([17], crash)
-    with pytest.raises(KeyError):
-        train(quick, corpus, tmp_path)
-    return only_run(tmp_path)
-
-
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "manifest.json"]
