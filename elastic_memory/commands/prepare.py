@@ -46,13 +46,15 @@ def prepare(
     from elastic_memory.data.prepare import prepare as run
 
     columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
-    with Progress(TextColumn("{task.description}"), *columns, console=_console(stderr=True)) as bar:
-        task = bar.add_task("reading", total=None)
+    bar = Progress(TextColumn("{task.description}"), *columns, console=_console(stderr=True))
+    task = bar.add_task("reading", total=None)
 
-        def watch(state: State) -> None:
-            description = f"part {state.part}/{state.parts}, {state.kept} documents kept"
-            bar.update(task, description=description, completed=state.bytes, total=state.total_bytes or None)
+    def watch(state: State) -> None:
+        bar.start()  # not before there is something to show: an error in what was asked for is one line
+        description = f"part {state.part}/{state.parts}, {state.kept} documents kept"
+        bar.update(task, description=description, completed=state.bytes, total=state.total_bytes or None)
 
+    try:
         manifest = run(
             sources,
             out,
@@ -64,6 +66,9 @@ def prepare(
             workers=workers,
             watch=watch,
         )
+    finally:
+        if bar.live.is_started:
+            bar.stop()
     if manifest is None:
         print(f"shard {shard} is done; when all are, run the same command without --shard")
     else:

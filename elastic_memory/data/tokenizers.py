@@ -78,7 +78,7 @@ class HuggingFace:
         from transformers import AutoTokenizer
 
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(name)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             hint = "give `bytes`, a folder with a tokenizer.json, or a name on the Hugging Face hub"

@@ -15,6 +15,8 @@ from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
 from elastic_memory.training.models import check_files, check_loaded, check_tensors
 
+BUILT_IN = (None, "eager", "sdpa")  # attention that transformers brings; other names may load code from the hub
+
 
 def load_model(path: str) -> Any:
     """A causal language model from the folder of a run or of a model, or from the hub, on the GPU if there is one.
@@ -39,7 +41,13 @@ def load_model(path: str) -> Any:
 def load_config(path: str) -> Any:
     """The configuration of such a model, which is soon there and says whether the model is."""
     with _missing(path):
-        return AutoConfig.from_pretrained(model_folder(path), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=False)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for kind in ("_attn_implementation", "_experts_implementation"):
+            wanted = getattr(part, kind, None)
+            if wanted not in BUILT_IN:
+                raise ValueError(f"{path} asks for {wanted!r}, code from elsewhere: remove {kind[1:]} from config.json")
+    return config
 
 
 @contextmanager
@@ -48,6 +56,10 @@ def _missing(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise FileNotFoundError(f"{path}: {str(error).splitlines()[0]}") from None
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(f"{path} needs code of its own to be loaded, which is never run here") from None
 
 
 def model_folder(path: str) -> str:

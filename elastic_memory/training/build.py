@@ -13,6 +13,9 @@ def build_config(recipe: Recipe) -> Any:
     """The model's configuration; unknown or unfit fields are refused by the configuration itself."""
     model = recipe.model
     fields = dict(model.config)
+    for key in fields:
+        if key.startswith("_") or key.endswith("_implementation"):
+            raise ValueError(f"model.config.{key}: not a setting of the model; leave it out")
     if model.sampling is not None:
         fields["sampling"] = model.sampling
     if model.order_per_multiple is not None:

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -103,6 +104,11 @@ class Recipe:
     execution: Execution = field(default_factory=Execution)
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", self.name):
+            raise ValueError(
+                f"name: {self.name[:120]!r}, which names a folder: up to 100 letters, digits and . _ + -, a letter or "
+                "digit first"
+            )
         training = self.training
         for key in ("tokens", "length", "batch_tokens", "learning_rate", "clip"):
             if getattr(training, key) <= 0:
