@@ -20,6 +20,14 @@ COMMANDS = {
 }
 
 
+class Command(TyperCommand):
+    """A subcommand; torch, transformers and our models, which it will need, are imported when it runs."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: D102
+        importlib.import_module("elastic_memory.model")
+        return super().invoke(ctx)
+
+
 class LazyGroup(TyperGroup):
     """Imports a subcommand's module only when it is called, so that `elastic --help` needs none of them."""
 
@@ -33,7 +41,7 @@ class LazyGroup(TyperGroup):
         name, _, rest = super().resolve_command(ctx, args)
         function = getattr(importlib.import_module(f"elastic_memory.commands.{name}"), str(name))
         one = typer.Typer(add_completion=False)
-        one.command(name, help=function.__doc__)(function)
+        one.command(name, cls=Command, help=function.__doc__)(function)
         return name, typer.main.get_command(one), rest
 
 
