@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_memory.commands.options import LARGEST_MEMORY, check_range
+
 
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="A run, a model folder, or a causal LM on the hub.")],
@@ -53,12 +55,22 @@ def evaluate(
         elastic evaluate runs/small-elastic-1a2b3c --data rows --sampling uniform --corrupt 0.5
     """
     from elastic_memory.data import samples
+    from elastic_memory.data.folders import check_replaceable
     from elastic_memory.evaluation.loading import check_tokenizer, load_model
     from elastic_memory.evaluation.longppl import Settings
     from elastic_memory.evaluation.metrics import Conditions, Task
     from elastic_memory.evaluation.record import with_progress, write_record
     from elastic_memory.evaluation.rows import Spread
 
+    check_range(1, batch_size=batch_size, limit=limit, stride=stride, trunc_len=trunc_len)
+    check_range(1, sliding_window=sliding_window)
+    check_range(1, LARGEST_MEMORY, points=points, order=order)
+    for one in orders or []:
+        check_range(1, LARGEST_MEMORY, reconstruct=one)
+    check_range(0, recall_steps=recall_steps, seed=seed)
+    check_range(-1000, 1000, alpha=alpha, beta=beta)
+    if out:
+        check_replaceable(out)
     metrics = metric or ["ppl"]
     if data is None and metrics != ["recall"]:
         raise ValueError("--data is missing: a folder that `elastic prepare` wrote")

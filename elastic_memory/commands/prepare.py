@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_memory.commands.options import check_range
+
 
 def prepare(
     sources: Annotated[
@@ -34,8 +36,14 @@ def prepare(
     """
     if inspect:
         return _inspect(inspect)
-    if not sources or not out or not tokenizer:
-        raise ValueError("prepare what? elastic prepare SOURCE --tokenizer NAME --out FOLDER (or --inspect FOLDER)")
+    usage = "elastic prepare SOURCE --tokenizer NAME --out FOLDER (or --inspect FOLDER)"
+    if not sources:
+        raise ValueError(f"prepare what? {usage}")
+    if not tokenizer:
+        raise ValueError(f"--tokenizer is missing: a folder, a name on the hub, or bytes, which needs none; {usage}")
+    if not out:
+        raise ValueError(f"--out is missing: the folder to write; {usage}")
+    check_range(1, 10_000, workers=workers)
     portions = _numbers(shares, 3, "--shares 90/5/5")
     which = _numbers(shard, 2, "--shard 0/8")
     if not sum(portions):

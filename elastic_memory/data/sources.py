@@ -211,7 +211,10 @@ def _read_text(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with open(path, "rb") as file:
         while True:
-            block = file.read(1 << 20)
+            try:
+                block = file.read(1 << 20)
+            except OSError as error:
+                raise ValueError(f"{path} cannot be read: {error.strerror}") from None
             try:
                 yield decoder.decode(block, final=not block)
             except UnicodeDecodeError:

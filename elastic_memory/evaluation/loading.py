@@ -1,6 +1,5 @@
 """Checkpoints from disk or the hub, and the tokenizers that belong to them."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
 from elastic_memory.training.models import check_files, check_loaded, check_tensors
+from elastic_memory.training.strict import read_json
 
 BUILT_IN = (None, "eager", "sdpa")  # attention that transformers brings; other names may load code from the hub
 
@@ -60,6 +60,8 @@ def _missing(path: str) -> Iterator[None]:
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(f"{path} needs code of its own to be loaded, which is never run here") from None
+    except (TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{path} has files that are not those of a model ({type(error).__name__}: {error})") from None
 
 
 def model_folder(path: str) -> str:
@@ -85,7 +87,10 @@ def check_tokenizer(path: str, found: str, where: str) -> None:
     note = Path(model_folder(path)) / "training.json"
     if not note.exists():
         return
-    trained = json.loads(note.read_text())["tokenizer"]
+    content = read_json(note)
+    trained = content.get("tokenizer") if isinstance(content, dict) else None
+    if not isinstance(trained, str):
+        raise ValueError(f"{note} does not say which tokenizer the model was trained with: put it back as it was")
     if trained != found:
         raise ValueError(
             f"{path} was trained with tokenizer {trained[:12]}, but {where} has {found[:12]}: use the model's tokenizer"

@@ -66,7 +66,7 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         """What `begin` recorded."""
-        return read_json(self.folder / "run.json")
+        return run_facts(self.folder)
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one step's metrics."""
@@ -103,6 +103,14 @@ class Run:
     def history(self, event: str) -> list[dict[str, Any]]:
         """All events of one kind, oldest first."""
         return [line for line in logs.read(self.events) if line["event"] == event]
+
+
+def run_facts(folder: Path) -> dict[str, Any]:
+    """The content of a run's run.json, which is a mapping that names a machine."""
+    facts = read_json(folder / "run.json")
+    if not isinstance(facts, dict) or not isinstance(facts.get("machine"), dict):
+        raise ValueError(f"{folder / 'run.json'} is not the record of a run: put it back as it was")
+    return facts
 
 
 def now() -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import should_reduce_batch_size
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 
 from elastic_memory.data import Samples, samples
 from elastic_memory.data.folders import locked
-from elastic_memory.training import checkpoints, logs
+from elastic_memory.training import checkpoints, limits, logs
 from elastic_memory.training.build import build_model, count_parameters
 from elastic_memory.training.callbacks import console
 from elastic_memory.training.card import model_card
@@ -30,9 +29,9 @@ from elastic_memory.training.interrupts import Interrupts
 from elastic_memory.training.models import seal_model
 from elastic_memory.training.order import Schedule
 from elastic_memory.training.recipe import Recipe
-from elastic_memory.training.runs import Run, StoppedError, differences
+from elastic_memory.training.runs import Run, StoppedError, differences, run_facts
 from elastic_memory.training.spikes import Restart, UnstableError, Watch
-from elastic_memory.training.strict import read_json
+from elastic_memory.training.strict import read_json, read_yaml
 from elastic_memory.training.trainer import MemoryTrainer, repair_for_weights_only
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's share of it, or what one file may hold
@@ -57,6 +56,7 @@ def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | No
     transformers.utils.logging.disable_progress_bar()
     rows = samples(data, split="train")
     recipe = fit(recipe, rows)
+    limits.check(recipe)
     run = Run(Path(out), recipe, data_hash(rows))
     if run.finished:
         tell(f"{run.folder.name} is finished: its model is in {run.model}")
@@ -67,6 +67,9 @@ def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | No
         session.open()  # before there is something to save, a signal may end the process as it always does
         with interrupts:
             return session.train()
+    except ValueError:
+        session.forget()
+        raise
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -89,6 +92,7 @@ class Session:
         training = run.recipe.training
         self.schedule = Schedule(rows, training.steps * training.batch, training.seed)
         self.held = ExitStack()
+        self.fresh = False  # whether this session made the run's folder
         if training.precision == "bf16":
             # what autocast leaves in float32, the memories' states, may use the tensor cores too
             self.held.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -112,6 +116,7 @@ class Session:
             )
         if self.resume.allowed and not self.resume.or_start and not run.exists:
             self._refuse_to_start()
+        self.fresh = not run.folder.exists()
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         self.held.enter_context(locked(run.checkpoints / "lock"))
         if run.exists:
@@ -134,8 +139,10 @@ class Session:
         for folder in sorted(run.folder.parent.glob(f"{run.recipe.name}-*")):
             if not (folder / "run.json").exists() or (folder / "result.json").exists():
                 continue
-            facts = read_json(folder / "run.json")
-            old = yaml.safe_load((folder / "recipe.yaml").read_text())
+            facts = run_facts(folder)
+            old = read_yaml((folder / "recipe.yaml").read_text(errors="replace"), str(folder / "recipe.yaml"))
+            if not isinstance(old, dict):
+                raise ValueError(f"{folder / 'recipe.yaml'} is not a recipe: put it back as it was")
             now = {"data": run.data, "tokenizer": tokenizer_sha256(self.rows)}
             old |= {name: facts.get(name, value) for name, value in now.items()}
             new = run.recipe.to_dict() | now
@@ -318,6 +325,11 @@ class Session:
             **environment(),
             "recipe": run.recipe.to_dict(),
         }
+
+    def forget(self) -> None:
+        """Remove the folder of a run that was refused before its first step, so that the next try finds none."""
+        if self.fresh and not checkpoints.steps(self.run.checkpoints) and not self.run.measured():
+            shutil.rmtree(self.run.folder)
 
     def close(self) -> None:
         """Undo what the session changed in this process, and free the folder."""
