@@ -117,9 +117,11 @@ def test_the_memory_at_work(tmp_path):
     assert shares["text, smoothed"][-1] > 90 > 20 > shares["noise"][-1]
 
 
-def test_the_readmes_example_runs(tmp_path):
+def test_the_readmes_examples_run(tmp_path):
     text = (Path(__file__).parents[1] / "README.md").read_text()
-    example = text.split("```python\n")[1].split("```")[0]
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert len(blocks) > 1
+    example = "\n".join(blocks)  # one after the other, as a reader types them
     result = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "book.memory.safetensors").stat().st_size < 100_000
