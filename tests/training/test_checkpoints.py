@@ -1,9 +1,13 @@
 import json
+import os
+import shutil
+import sys
 
 import pytest
 
 from elastic_memory.training import checkpoints
 from elastic_memory.training.checkpoints import DamagedError, IncompleteError, folder_of
+from elastic_memory.training.files import write_json
 
 
 @pytest.fixture
@@ -97,3 +101,77 @@ def test_a_checkpoint_of_another_run_or_step_is_passed_over(folder):
     found = checkpoints.newest(folder, "a-run")
     assert found.step == 30
     assert found.rejected == {40: "step-00000040 is the checkpoint of step 10, not of 40"}
+
+
+def killed_at(operation, action):
+    """Run an action in a process that dies right before its n-th file operation; True if it got to its end."""
+    pid = os.fork()
+    if pid == 0:
+        left = [operation]
+
+        def count(event, _):
+            if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"):
+                left[0] -= 1
+                if left[0] == 0:
+                    os._exit(9)
+
+        sys.addaudithook(count)
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_killed_before_any_file_operation_a_checkpoint_is_whole_or_absent(folder):
+    """Whole by its files, not by what `verify` says of them; and one that was there before stays, until pruned."""
+    before = {step: content(folder_of(folder, step)) for step in (10, 20, 30)}
+    files = {name: b"new " + data for name, data in before[30].items() if name != checkpoints.MANIFEST}
+
+    def save():
+        checkpoints.seal(folder / checkpoints.STAGING, folder, "a-run", 40)
+        checkpoints.prune(folder, keep=2, saved=40)
+
+    for operation in range(1, 1000):
+        checkpoints.sweep(folder)
+        for step in checkpoints.steps(folder):
+            shutil.rmtree(folder_of(folder, step))
+        for step, old in before.items():
+            folder_of(folder, step).mkdir()
+            for name, data in old.items():
+                (folder_of(folder, step) / name).write_bytes(data)
+        (folder / checkpoints.STAGING).mkdir()
+        for name, data in files.items():
+            (folder / checkpoints.STAGING / name).write_bytes(data)
+        finished = killed_at(operation, save)
+        there = checkpoints.steps(folder)
+        assert there in ([10, 20, 30], [10, 20, 30, 40], [20, 30, 40], [30, 40])
+        for step in there:
+            found = content(folder_of(folder, step))
+            manifest = found.pop(checkpoints.MANIFEST)
+            assert (
+                (found == files and manifest)
+                if step == 40
+                else found | {checkpoints.MANIFEST: manifest} == before[step]
+            )
+        if finished:
+            assert there == [30, 40]
+            assert operation > 10
+            return
+    raise AssertionError("it never came to its end")
+
+
+def test_killed_before_any_file_operation_a_file_is_the_old_or_the_new_one(tmp_path):
+    path = tmp_path / "run.json"
+    for operation in range(1, 100):
+        write_json(path, {"content": "old"})
+        finished = killed_at(operation, lambda: write_json(path, {"content": "new"}))
+        assert json.loads(path.read_text())["content"] in ("old", "new")
+        if finished:
+            assert json.loads(path.read_text()) == {"content": "new"}
+            return
+    raise AssertionError("it never came to its end")

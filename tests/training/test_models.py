@@ -1,6 +1,7 @@
 """A finished model is loaded as it was written, or refused in one line."""
 
 import json
+import random
 import shutil
 import struct
 
@@ -12,6 +13,7 @@ import elastic_memory as em
 from elastic_memory.data.tokenizers import load_tokenizer
 from elastic_memory.evaluation.loading import load_model
 from elastic_memory.training.checkpoints import MANIFEST
+from elastic_memory.training.models import check_files
 from tests.conftest import small_model
 from tests.evaluation.conftest import llama
 from tests.test_cli import call
@@ -142,3 +144,28 @@ def test_a_model_that_was_saved_by_hand_still_loads(tmp_path):
     load_model(str(tmp_path))
     em.attach_memory(llama(), memory="memorizing", order=4, block_size=16).save_pretrained(tmp_path / "attached")
     assert load_model(str(tmp_path / "attached")).memories
+
+
+def test_no_change_of_the_weights_of_a_finished_model_gets_through(undisturbed, tmp_path):
+    """Flips, cuts, insertions and swaps anywhere in the file."""
+    shutil.copytree(undisturbed / "model", tmp_path / "model")
+    path, draw = tmp_path / "model" / "model.safetensors", random.Random(0)
+    whole = path.read_bytes()
+    for _ in range(200):
+        changed, place = bytearray(whole), draw.randrange(len(whole))
+        kind = draw.randrange(4)
+        if kind == 0:
+            changed[place] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            del changed[place : place + draw.randrange(1, 9)]
+        elif kind == 2:
+            changed[place:place] = draw.randbytes(4)
+        else:
+            changed[place : place + 4] = changed[place : place + 4][::-1]
+        if changed == whole:
+            continue
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"model\.safetensors"):
+            check_files(tmp_path / "model")
+    path.write_bytes(whole)
+    check_files(tmp_path / "model")

@@ -198,3 +198,16 @@ def test_weights_that_are_not_finite_are_never_saved(quick, corpus, tmp_path, di
     assert all(torch.isfinite(weight).all() for weight in weights(run).values())
     result = json.loads((run / "result.json").read_text())
     assert result["steps"] == 12
+
+
+def test_rows_and_tokenizer_both_name_the_data(corpus):
+    from elastic_memory.data import samples
+    from elastic_memory.training.corpus import data_hash
+
+    rows = samples(corpus)
+    hashes = {data_hash(rows)}
+    rows.manifest["tokenizer"]["sha256"] = "0" * 64
+    hashes.add(data_hash(rows))
+    rows.manifest["splits"]["train"]["sha256"] = "0" * 64
+    hashes.add(data_hash(rows))
+    assert len(hashes) == 3
