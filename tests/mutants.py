@@ -46,7 +46,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("elastic_memory/training/logs.py", "tests/training/test_resume.py"): [
         ("if not _is_whole(text):", "if False:", "flipped_bit"),
-        ("(rest, rest[:-1])", "(rest,)", "flipped_bit"),
+        ("(rest, rest[:-1])", "(rest,)", "damaged_end"),
         ("if rest:", "if False:", "cut_off"),
     ],
     ("elastic_memory/training/runs.py", "tests/training/test_resume.py"): [

@@ -56,6 +56,17 @@ def test_one_flipped_bit_in_a_log_is_never_silent(restarted, data):
         path.write_bytes(whole)
 
 
+@pytest.mark.parametrize("bit", range(8))
+def test_a_damaged_end_of_the_last_line_does_not_drop_the_line(restarted, bit):
+    whole = restarted.events.read_bytes()
+    restarted.events.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1 << bit]))
+    try:
+        logs.mend(restarted.events)
+        assert restarted.events.read_bytes() == whole
+    finally:
+        restarted.events.write_bytes(whole)
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_what_a_crash_cut_off_is_dropped_and_the_rest_stands(restarted, data):
