@@ -56,11 +56,11 @@ def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | No
     transformers.utils.logging.disable_progress_bar()
     rows = samples(data, split="train")
     recipe = fit(recipe, rows)
-    limits.check(recipe)
     run = Run(Path(out), recipe, data_hash(rows))
     if run.finished:
         tell(f"{run.folder.name} is finished: its model is in {run.model}")
         return read_json(run.result)
+    limits.check(recipe)
     interrupts = Interrupts()
     session = Session(run, rows, resume or Resume(), interrupts)
     try:

@@ -76,3 +76,10 @@ def test_the_memory_of_all_devices_counts(quick, monkeypatch):
         limits.check(large)
     monkeypatch.setenv("WORLD_SIZE", "1000")
     limits.check(large)
+
+
+def test_a_finished_run_is_found_on_a_machine_that_could_not_train_it(quick, corpus, undisturbed, monkeypatch):
+    monkeypatch.setattr(limits.os, "sysconf", lambda name: 1)
+    assert train(quick, corpus, undisturbed.parent)["steps"] == 12
+    with pytest.raises(ValueError, match="GB or more, there are 0"):
+        train(quick.replace(**{"training.seed": 3}), corpus, undisturbed.parent)
