@@ -134,7 +134,10 @@ class Bank:
     def plan(
         self, block_size: int, blocks: int, device: Any, dtype: torch.dtype = torch.float32, road: str | None = None
     ) -> Plan:
-        """All that one pass over `blocks` whole blocks needs, by the cheaper road unless `road` names one."""
+        """All that one pass over `blocks` whole blocks needs, by the cheaper road unless `road` names one.
+
+        Recurrent operators are float32 at least: their errors would add up from block to block.
+        """
         if block_size < 1 or blocks < 1:
             raise ValueError(f"{blocks} blocks of {block_size} tokens: both must be at least 1")
         cost = self.cost(block_size, blocks)
@@ -144,7 +147,7 @@ class Bank:
         if road == "direct":
             histories = tuple(block_size * block for block in range(1, blocks))
             return Direct(_direct(self, histories, torch.device(device), dtype))
-        return _recurrent(self, block_size, blocks, torch.device(device), dtype)
+        return _recurrent(self, block_size, blocks, torch.device(device), torch.promote_types(dtype, torch.float32))
 
     def cost(self, block_size: int, blocks: int, width: int = 1) -> dict[str, int]:
         """Operations of one pass by either road, for `width` features (keys and values of all heads together)."""

@@ -112,7 +112,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if wanted not in BUILT_IN:", "if False:", "kernel"),
     ],
     ("elastic_memory/data/tokenizers.py", "tests/test_outside_code.py"): [
-        ("from_pretrained(name, trust_remote_code=False)", "from_pretrained(name)", "of_a_tokenizer"),
+        (", trust_remote_code=False)", ")", "of_a_tokenizer"),
     ],
     ("tests/test_sources.py", "tests/test_sources.py"): [
         ('"__import__",', "", "looks_for"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_memory.commands.reproduce import load
+from elastic_memory.reproduction.tables import load
 
 ROOT = Path(__file__).parent.parent
 PREAMBLE = {"README.md": "import torch\nsignal = torch.randn(100, dtype=torch.float64)\n"}
@@ -37,7 +37,8 @@ def test_speed_tables_are_those_of_the_record(kind, name):
 
 
 def test_results_are_those_on_record():
-    from elastic_memory.report import catalogue, results, speed
+    from elastic_memory.report import catalogue, speed
+    from scripts import results
 
     page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     assert page == speed.page(ROOT, page), "run python -m elastic_memory.report.speed"
@@ -45,6 +46,7 @@ def test_results_are_those_on_record():
     assert text == catalogue.insert(text, speed.operators(ROOT), "operators"), (
         "run python -m elastic_memory.report.speed"
     )
-    assert text == catalogue.insert(text, results.overview(ROOT), "results"), (
-        "run python -m elastic_memory.report.results"
-    )
+    assert text == catalogue.insert(text, results.overview(ROOT), "results"), "run python scripts/results.py"
+    training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    assert training == catalogue.insert(training, results.plan(ROOT), "plan"), "run python scripts/results.py"
+    assert (ROOT / "results" / "README.md").read_text() == results.index(ROOT), "run python scripts/results.py"

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "elastic_memory"
 FILES = sorted(PACKAGE.rglob("*.py"))
-OTHERS = sorted(path for name in ("tests", "benchmarks", "experiments") for path in (ROOT / name).rglob("*.py"))
+OTHERS = sorted(path for name in ("tests", "benchmarks", "scripts") for path in (ROOT / name).rglob("*.py"))
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "pty", "torch.hub"}
 NAMES = {
     "eval", "exec", "__import__", "builtins.eval", "builtins.exec", "builtins.__import__", "torch.load", "torch.hub",
@@ -89,7 +89,7 @@ def test_data_never_becomes_code(path):
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nor_in_tests_benchmarks_and_experiments(path):
+def test_nor_in_tests_benchmarks_and_scripts(path):
     assert dangers(path.read_text(), tensors=True) == []
 
 

@@ -12,7 +12,7 @@ MEASURED = Path("results")
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="What to train, such as recipes/smoke/elastic.yaml.")],
+    recipe: Annotated[str, typer.Argument(help="What to train: a YAML file, or a packaged one such as smoke/elastic.")],
     data: Annotated[Path | None, typer.Option(help="A folder that `elastic prepare` wrote.")] = None,
     out: Annotated[Path, typer.Option(help="Where run folders go; a run is named by what it trains.")] = Path("runs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="Change a key: training.tokens=1e9")] = None,
@@ -41,9 +41,9 @@ def train(
 
         elastic prepare stdlib --tokenizer bytes --length 512 --out data/stdlib
 
-        elastic train recipes/smoke/elastic.yaml --data data/stdlib
+        elastic train smoke/elastic --data data/stdlib
 
-        torchrun --nproc-per-node 8 --no-python elastic train recipes/paper/elastic.yaml --data data/pg19
+        torchrun --nproc-per-node 8 --no-python elastic train paper/elastic --data data/pg19
     """
     from elastic_memory.training.recipe import load_recipe
     from elastic_memory.training.runs import StoppedError
@@ -71,7 +71,7 @@ def train(
         raise typer.Exit(1) from None
 
 
-def _print_plans(recipe: Path, overrides: list[str], measured: Path, devices: int, price: float) -> None:
+def _print_plans(recipe: str, overrides: list[str], measured: Path, devices: int, price: float) -> None:
     import yaml
     from rich.console import Console
     from rich.table import Table

@@ -78,12 +78,13 @@ class HuggingFace:
         from transformers import AutoTokenizer
 
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            folder, _, file = name.rpartition("/") if name.endswith(".gguf") else (name, "", None)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder or ".", gguf_file=file, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             hint = "give `bytes`, a folder with a tokenizer.json, or a name on the Hugging Face hub"
             raise ValueError(f"no tokenizer {name!r}: {hint} ({reason})") from None
-        self.name = Path(name).resolve().name if Path(name).is_dir() else name
+        self.name = Path(name).resolve().name if Path(name).exists() else name
         self.sha256 = tokenizer_hash(self.tokenizer)
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self._fast = None
@@ -120,7 +121,7 @@ class HuggingFace:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """The tokenizer `bytes`, of a folder, or of a name on the Hugging Face hub."""
+    """The tokenizer `bytes`, of a folder, of a GGUF file, or of a name on the Hugging Face hub."""
     if str(name) == "bytes" or (Path(name) / "bytes.json").is_file():
         return Bytes()
     return HuggingFace(str(name))

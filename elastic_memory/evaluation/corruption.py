@@ -18,8 +18,9 @@ def corrupted(model: Model, share: float, layers: str = "memory", seed: int = 0)
     """Within this context a share of the tokens of every block loses its keys and values to noise.
 
     In the layers with memory ("Corrupted" in the paper) or in all ("Hardly Corrupted"). Memory is written from the
-    clean ones. The noise depends on seed, layer and place in the block only, so that batches, and the way a text is
-    cut into calls, do not matter.
+    clean ones. Which tokens are hit, and the noise before it is scaled, depend on seed, layer and place in the block
+    only, not on the batch. Its mean and variance are those of the keys and values of one call: read whole blocks at a
+    time, as `perplexity` does, to compare models; pieces of another size get noise of another scale.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"corruption of a share of {share}: a share lies between 0 and 1")

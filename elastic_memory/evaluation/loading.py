@@ -1,5 +1,6 @@
 """Checkpoints from disk or the hub, and the tokenizers that belong to them."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ BUILT_IN = (None, "eager", "sdpa")  # attention that transformers brings; other 
 
 
 def load_model(path: str) -> Any:
-    """A causal language model from the folder of a run or of a model, or from the hub, on the GPU if there is one.
+    """A causal language model from the folder of a run or of a model, a GGUF file, or the hub; on the GPU if any.
 
     A model that was saved with an attached memory gets it back.
     """
@@ -27,12 +28,15 @@ def load_model(path: str) -> Any:
     check_files(folder)
     config = load_config(path)
     check_tensors(folder, quantized=hasattr(config, "quantization_config"))
+    where, gguf = split_gguf(path)
     with _missing(path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_folder(path), config=config, output_loading_info=True, trust_remote_code=False
+            where, config=config, output_loading_info=True, trust_remote_code=False, **gguf
         )
     model, info = loaded
     check_loaded(path, info, foreign=config.model_type != "memory_llama" and not getattr(config, SAVED, None))
+    if gguf:
+        model.name_or_path = Path(path).name  # transformers names the folder only
     if getattr(config, SAVED, None):
         model = attach_memory(model)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -40,14 +44,25 @@ def load_model(path: str) -> Any:
 
 def load_config(path: str) -> Any:
     """The configuration of such a model, which is soon there and says whether the model is."""
+    folder, gguf = split_gguf(path)
     with _missing(path):
-        config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **gguf)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         for kind in ("_attn_implementation", "_experts_implementation"):
             wanted = getattr(part, kind, None)
             if wanted not in BUILT_IN:
                 raise ValueError(f"{path} asks for {wanted!r}, code from elsewhere: remove {kind[1:]} from config.json")
     return config
+
+
+def split_gguf(path: str) -> tuple[str, dict[str, str]]:
+    """What transformers calls a model: its folder or name, and the file in it where that is GGUF."""
+    if not path.endswith(".gguf"):
+        return model_folder(path), {}
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"{path}: reading GGUF files needs the package gguf: pip install 'elastic-memory[gguf]'")
+    folder, _, file = path.rpartition("/")
+    return folder or ".", {"gguf_file": file}
 
 
 @contextmanager
@@ -76,6 +91,8 @@ def model_folder(path: str) -> str:
 
 def tokenizer_of(path: str) -> Tokenizer | None:
     """The tokenizer that lies beside a model, if there is one."""
+    if path.endswith(".gguf"):
+        return load_tokenizer(path)
     folder = Path(model_folder(path))
     if folder.is_dir() and not any((folder / name).exists() for name in ("tokenizer_config.json", "bytes.json")):
         return None

@@ -11,18 +11,22 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.loading import load_model, tokenizer_of
-from elastic_memory.evaluation.losses import Model, block_size_of, last_losses, streamed_losses
-from elastic_memory.evaluation.rows import Advance, Journal, Record, bootstrap, document_of, token_ids
+from elastic_memory.evaluation.losses import Model, Streamed, block_size_of, has_blocks, last_losses, streamed_losses
+from elastic_memory.evaluation.rows import Advance, Journal, Record, bootstrap, by_document, document_of, token_ids
 from elastic_memory.evaluation.spans import Span, encode, inside, locate, merge
 from elastic_memory.shapes import Float, Int, Tensor
+from elastic_memory.training.files import write_json
 
 REFERENCE = "meta-llama/Llama-3.1-8B"
+FEW = 500  # with fewer key tokens the value says little, and is shown with a warning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +63,13 @@ class LongPerplexity:
     tokens: int
     interval: tuple[float, float] | None
     keys: list[list[int]]
+    by_document: dict[str, list[float]]  # sum of the losses of key tokens, and their number
+    reference: dict[str, str]  # name, and a hash of its weights
     protocol: str
 
     def __str__(self) -> str:
         value = "no key tokens" if self.longppl is None else f"{self.longppl:.4g}"
+        value += f" (only {self.key_tokens} key tokens: too few to mean much)" if 0 < self.key_tokens < FEW else ""
         spread = "" if self.interval is None else "  (95%: {:.4g} to {:.4g})".format(*self.interval)
         return f"LongPPL[{self.protocol}] = {value}{spread}"
 
@@ -82,89 +89,108 @@ def longppl(
     cache: Path | str | None = None,
     journal: Journal | None = None,
     advance: Advance = lambda count: None,
+    streamed: Streamed | None = None,
 ) -> LongPerplexity:
     """LongPPL of any Hugging Face causal language model, key tokens found by any other one.
 
     `texts` are strings, or rows of token ids, which are evaluated as they are, never tokenised again. A
     `reference` with a `reference_tokenizer` of its own reads the text, and key tokens are matched by characters; one
     without reads the same tokens as the model, and then `tokenizer` is needed for strings only. A folder given as
-    `cache` keeps the key tokens found, for this reference and these settings.
+    `cache` keeps the key tokens found, for this reference and these settings; `streamed` keeps the losses of rows that
+    another metric has read already.
     """
     settings = Settings(trunc_len=trunc_len, sliding_window=sliding_window, alpha=alpha, beta=beta)
     if isinstance(reference, str):
-        reference, reference_tokenizer = load_model(reference), transformers_tokenizer(tokenizer_of(reference))
+        reference, reference_tokenizer = reference_for(reference, None)
     finder = KeyTokens(reference, reference_tokenizer, settings, Path(cache) if cache else None)
-    block = block_size or block_size_of(model)
+    streamed = streamed or Streamed(model, block_size)
     journal = journal or Journal()
     advance(len(journal.done))
     if reference_tokenizer is None and not any(isinstance(text, str) for text in texts):
         # Known before hours of work.
         _check_length(max((len(token_ids(text)) for text in texts), default=0), settings)
     for index in (i for i in range(len(texts)) if i not in journal.done):
-        ids, marked, spans = finder.find(tokenizer, texts[index])
-        # The first token has no prediction of its own.
-        keys = [i for i in inside(spans, marked) if i > 0]
-        losses = streamed_losses(model, ids[None], block)[0].double()
+        ids, keys = finder.find(tokenizer, texts[index])
+        losses = streamed(ids[None])[0].double()
         journal.add(_record(index, document_of(texts, index), losses, keys, finder.length))
         advance(1)
-    return _summary(journal.records(), settings, finder.name)
+    return _summary(journal.records(), settings, finder.identity)
+
+
+@lru_cache(maxsize=1)  # every set of conditions asks again
+def load_reference(path: str) -> tuple[Model, Tokenizer | None]:
+    """A reference model, and the tokenizer that lies beside it."""
+    return load_model(path), tokenizer_of(path)
 
 
 class KeyTokens:
-    """Finds the stretches of a text that are key tokens for a reference model, and keeps them on disk.
-
-    Stretches are counted in characters when the reference has its own tokenizer, otherwise in tokens.
-    """
+    """Finds the key tokens of texts by a reference model, and keeps their positions on disk, without the text."""
 
     def __init__(self, reference: Model, tokenizer: Any, settings: Settings, folder: Path | None):
         self.reference, self.tokenizer, self.settings, self.folder = reference, tokenizer, settings, folder
-        origin = getattr(reference, "name_or_path", "") or type(reference).__name__
-        self.name = Path(origin).resolve().name if Path(origin).is_dir() else origin
-        self.identity = {"reference": self.name, "fingerprint": fingerprint(reference), **asdict(settings)}
+        self.name = _name(getattr(reference, "name_or_path", "") or type(reference).__name__)
+        self.identity = {"reference": self.name, "fingerprint": fingerprint(reference)}
         self.length = 0  # reference tokens of the text seen last
 
-    def find(self, tokenizer: Any, text: Any) -> tuple[Int[Tensor, " token"], list[Span], list[Span]]:
-        """Tokens of the evaluated model, key stretches of the text, and the stretch that each token covers."""
+    def find(self, tokenizer: Any, text: Any) -> tuple[Int[Tensor, " token"], list[int]]:
+        """Tokens of the evaluated model, and which of them are key; the first has no prediction of its own."""
         if isinstance(text, str):
             _need(tokenizer, "texts given as strings")
             listed, spans = encode(tokenizer, text, special=False)
             ids = torch.tensor(listed)
         else:
-            ids, spans = token_ids(text), []
-        if self.tokenizer is None:
-            return ids, self._stored(ids.numpy().tobytes(), ids), [(i, i + 1) for i in range(len(ids))]
-        if not spans:
+            ids, spans, text = token_ids(text), [], None
+        if self.tokenizer is not None and text is None:
             _need(tokenizer, "a reference with a tokenizer of its own")
-            text, spans = locate(tokenizer, ids.tolist())
-        return ids, self._stored(text.encode(), text), spans
-
-    def _stored(self, content: bytes, text: str | Tensor) -> list[Span]:
-        identity = {"text": hashlib.sha256(content).hexdigest(), **self.identity}
+        written = hashlib.sha256(ids.numpy().tobytes() + (text or "").encode()).hexdigest()
+        identity = {"text": written, "shared_tokens": self.tokenizer is None, **self.identity, **asdict(self.settings)}
         name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
         path = self.folder / f"{name}.json" if self.folder else None
         if path and path.exists():
             stored = json.loads(path.read_text())
             self.length = stored["reference_tokens"]
-            return [(start, end) for start, end in stored["spans"]]
-        spans = self._computed(text)
+            return ids, stored["keys"]
+        keys = [i for i in self._computed(tokenizer, ids, text, spans) if i > 0]
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({**identity, "reference_tokens": self.length, "spans": spans}))
-        return spans
+            write_json(path, {**identity, "reference_tokens": self.length, "keys": keys})
+        return ids, keys
 
-    def _computed(self, text: str | Tensor) -> list[Span]:
-        if isinstance(text, str):
-            listed, spans = encode(self.tokenizer, text, special=True)
-            ids = torch.tensor(listed)
-        else:
-            ids, spans = text, [(i, i + 1) for i in range(len(text))]
+    def _computed(self, tokenizer: Any, ids: Tensor, text: str | None, spans: list[Span]) -> list[int]:
+        if self.tokenizer is None:
+            return self._positions(ids)
+        if text is None:
+            text, spans = locate(tokenizer, ids.tolist())
+        listed, covered = encode(self.tokenizer, text, special=True)
+        marked = merge([covered[i] for i in self._positions(torch.tensor(listed))])
+        return inside(spans, marked)
+
+    def _positions(self, ids: Int[Tensor, " token"]) -> list[int]:
+        """Key tokens among the reference's own; none lies behind the last position that it was trained for."""
         self.length = len(ids)
         if self.length and int(ids.max()) >= self.reference.config.vocab_size:
             raise ValueError(
                 f"token id {int(ids.max())} is unknown to the reference {self.name} (vocabulary of "
                 f"{self.reference.config.vocab_size}): pass its own reference_tokenizer"
             )
-        return merge([spans[i] for i in key_positions(self.reference, ids, self.settings)])
+        limit = None if has_blocks(self.reference) else getattr(self.reference.config, "max_position_embeddings", None)
+        return key_positions(self.reference, ids[:limit], self.settings)
+
+
+def reference_for(path: str, tokenizer: Tokenizer | None) -> tuple[Model, Any]:
+    """A reference, and its own tokenizer; None if that is `tokenizer`, the rows': it then reads their very tokens."""
+    model, own = load_reference(path)
+    return model, None if own is None or (tokenizer and own.sha256 == tokenizer.sha256) else transformers_tokenizer(own)
+
+
+def key_tokens(reference: str, tokenizer: Tokenizer, texts: Sequence[Any], settings: Settings, cache: Path) -> None:
+    """Find the key tokens of rows ahead of time and keep them in `cache`, where `longppl` will look for them."""
+    model, own = reference_for(reference, tokenizer)
+    finder = KeyTokens(model, own, settings, cache)
+    device = next(finder.reference.parameters()).device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        for index in range(len(texts)):
+            finder.find(transformers_tokenizer(tokenizer), texts[index])
 
 
 def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settings) -> list[int]:
@@ -211,6 +237,14 @@ def fingerprint(model: Model) -> str:
     return digest.hexdigest()[:16]
 
 
+def _name(origin: str) -> str:
+    """A model by the name of its run, of its folder or file, or on the hub."""
+    path = Path(origin).resolve()
+    if not path.exists():
+        return origin
+    return path.parent.name if (path.parent / "run.json").exists() else path.name
+
+
 def _record(index: int, document: str, losses: Float[Tensor, " prediction"], keys: list[int], length: int) -> Record:
     key_losses = losses[torch.tensor(keys, dtype=torch.long) - 1]
     return {
@@ -224,7 +258,7 @@ def _record(index: int, document: str, losses: Float[Tensor, " prediction"], key
     }
 
 
-def _summary(records: list[Record], settings: Settings, reference: str) -> LongPerplexity:
+def _summary(records: list[Record], settings: Settings, reference: dict[str, str]) -> LongPerplexity:
     _check_length(max((r["reference_tokens"] for r in records), default=0), settings)
     key_tokens = sum(len(r["keys"]) for r in records)
     tokens = sum(r["tokens"] for r in records)
@@ -238,9 +272,11 @@ def _summary(records: list[Record], settings: Settings, reference: str) -> LongP
         tokens=tokens,
         interval=bootstrap(key_losses, [len(r["keys"]) for r in records], [r["document"] for r in records]),
         keys=[r["keys"] for r in records],
+        by_document=by_document((r["document"], r["key_loss"], len(r["keys"])) for r in records),
+        reference=reference,
         protocol=", ".join(
             [
-                f"reference={reference}",
+                f"reference={reference['reference']}",
                 f"K={settings.trunc_len}",
                 f"w={settings.sliding_window}",
                 f"alpha={settings.alpha:g}",

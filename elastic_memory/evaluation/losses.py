@@ -4,6 +4,7 @@ A row of T tokens holds T - 1 predictions: the one at position q, made from toke
 are log-softmax in float32 whatever the model's dtype, and no more logits exist at a time than one call makes.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,23 @@ def streamed_losses(model: Model, ids: Int[Tensor, "row token"], call: int) -> F
     for piece, logits in streamed_logits(model, inputs, call):
         losses[:, piece] = _losses(logits, targets[:, piece])
     return losses
+
+
+class Streamed:
+    """`streamed_losses` of one model, each row once: several metrics then share one pass over the rows."""
+
+    def __init__(self, model: Model, block_size: int | None = None):
+        self.model, self.block_size = model, block_size or block_size_of(model)
+        self.kept: dict[bytes, Tensor] = {}
+
+    def __call__(self, ids: Int[Tensor, "row token"]) -> Float[Tensor, "row prediction"]:
+        """Losses of rows of one length."""
+        names = [hashlib.sha256(row.numpy().tobytes()).digest() for row in ids]
+        new = [index for index, name in enumerate(names) if name not in self.kept]
+        if new:
+            losses = streamed_losses(self.model, ids[new], self.block_size)
+            self.kept |= {names[index]: row for index, row in zip(new, losses, strict=True)}
+        return torch.stack([self.kept[name] for name in names])
 
 
 def streamed_logits(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,15 @@ import torch
 
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.corruption import corrupted
-from elastic_memory.evaluation.loading import load_model, tokenizer_of
-from elastic_memory.evaluation.longppl import REFERENCE, Settings, fingerprint, longppl, transformers_tokenizer
-from elastic_memory.evaluation.losses import Model, has_blocks
+from elastic_memory.evaluation.longppl import (
+    REFERENCE,
+    Settings,
+    fingerprint,
+    longppl,
+    reference_for,
+    transformers_tokenizer,
+)
+from elastic_memory.evaluation.losses import Model, Streamed, has_blocks
 from elastic_memory.evaluation.perplexity import PROTOCOLS, perplexity
 from elastic_memory.evaluation.recall import TASKS, learn, recall
 from elastic_memory.evaluation.reconstruction import reconstruction, spectrum
@@ -68,6 +74,11 @@ class Task:
     partial: Path | None = None
     identity: dict[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def streamed(self) -> Streamed:
+        """Losses under the task's conditions, shared by its metrics."""
+        return Streamed(self.model)
+
     def journal(self, metric: str) -> Journal:
         """Where finished rows of a metric are kept: in a file that only the same evaluation will find."""
         same = {"model": fingerprint(self.model), "conditions": asdict(self.conditions), "rows": len(self.rows)}
@@ -89,26 +100,26 @@ def _ppl(task: Task, advance: Advance) -> dict[str, Any]:
             batch_size=task.batch_size,
             journal=task.journal(f"ppl {protocol} {task.stride}"),
             advance=advance,
+            streamed=task.streamed,
         )
         results[protocol] = task.label(result)
     return results
 
 
 def _longppl(task: Task, advance: Advance) -> Any:
-    reference, own = load_model(task.reference), tokenizer_of(task.reference)
-    # A reference with the same tokenizer reads the very tokens of the rows.
-    shared = own is None or (task.tokenizer is not None and own.sha256 == task.tokenizer.sha256)
+    reference, own = reference_for(task.reference, task.tokenizer)
     settings = asdict(task.settings)
     result = longppl(
         task.model,
         transformers_tokenizer(task.tokenizer),
         task.rows,
         reference,
-        None if shared else transformers_tokenizer(own),
+        own,
         **settings,
         cache=task.keys,
         journal=task.journal(f"longppl {fingerprint(reference)} {settings}"),
         advance=advance,
+        streamed=task.streamed,
     )
     return task.label(result)
 

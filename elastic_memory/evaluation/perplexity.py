@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from elastic_memory.evaluation.losses import Model, block_size_of, streamed_losses, window_losses
-from elastic_memory.evaluation.rows import Advance, Journal, Record, batches, bootstrap, document_of
+from elastic_memory.evaluation.losses import Model, Streamed, block_size_of, streamed_losses, window_losses
+from elastic_memory.evaluation.rows import Advance, Journal, Record, batches, bootstrap, by_document, document_of
 from elastic_memory.shapes import Float, Tensor
 
 POSITION_BINS = 32
@@ -34,7 +34,8 @@ class Perplexity:
     """`ppl` is exp(`nll`), `nll` the mean over all `tokens` scored, never a mean of perplexities.
 
     `by_block[i]` is the perplexity of the predictions made in block i, `by_position` that of those made in each
-    of up to 32 equal parts of a block, `interval` the 95% bootstrap over documents (None for a single one).
+    of up to 32 equal parts of a block, `interval` the 95% bootstrap over documents (None for a single one),
+    `by_document` the sum of the losses and the number of tokens of each document.
     """
 
     ppl: float
@@ -43,6 +44,7 @@ class Perplexity:
     by_block: list[float]
     by_position: list[float]
     interval: tuple[float, float] | None
+    by_document: dict[str, list[float]]
     protocol: str
 
     def __str__(self) -> str:
@@ -60,6 +62,7 @@ def perplexity(
     batch_size: int = 1,
     journal: Journal | None = None,
     advance: Advance = lambda count: None,
+    streamed: Streamed | None = None,
 ) -> Perplexity:
     """Perplexity of any Hugging Face causal language model on rows of tokens.
 
@@ -67,7 +70,8 @@ def perplexity(
     one block that start from nothing every `stride` tokens (default a quarter of a block). P4 resets at every
     block. All three score the same tokens, each once: every token of a row but its first.
 
-    `block_size` is the model's own unless it has none (2,048 then); `advance` is told how many rows were finished.
+    `block_size` is the model's own unless it has none (2,048 then); `advance` is told how many rows were finished;
+    `streamed` keeps the losses of P0 for other metrics of the same model and rows.
     """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol {protocol!r}: choose from {', '.join(PROTOCOLS)}")
@@ -78,10 +82,11 @@ def perplexity(
     if len(rows) == 0:
         raise ValueError("no rows to score")
     journal = journal or Journal()
+    shared = streamed if protocol == "P0" else None
     advance(len(journal.done))
     for indices, ids in batches(rows, batch_size, journal.done):
         _check_vocabulary(model, ids, indices)
-        losses = PROTOCOLS[protocol].losses(model, ids, block, stride)
+        losses = shared(ids) if shared else PROTOCOLS[protocol].losses(model, ids, block, stride)
         for index, row in zip(indices, losses, strict=True):
             journal.add(_record(index, document_of(rows, index), row, block))
         advance(len(indices))
@@ -115,6 +120,7 @@ def _summary(records: list[Record], protocol: str, block: int, stride: int) -> P
         by_block=_ratios([r["by_block"] for r in records], [np.bincount(p[0]) for p in parts]),
         by_position=_ratios([r["by_position"] for r in records], [np.bincount(p[1]) for p in parts]),
         interval=bootstrap(losses, counts, [r["document"] for r in records]),
+        by_document=by_document((r["document"], r["loss"], r["tokens"]) for r in records),
         protocol=_describe(protocol, block, stride, counts),
     )
 

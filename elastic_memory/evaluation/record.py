@@ -45,11 +45,17 @@ class _Lines:
 
 
 def write_record(out: Path, checkpoint: str, task: Task, rows: Samples | None, results: dict[str, Any]) -> None:
-    """Write the results as JSON, with hashes, precision, versions and commit."""
-    device = next(task.model.parameters()).device
+    """Write the results as JSON."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "checkpoint": Path(checkpoint).name if Path(checkpoint).exists() else checkpoint,
+    name = Path(checkpoint).name if Path(checkpoint).exists() else checkpoint
+    write_json(out, describe(name, task, rows, results))
+
+
+def describe(checkpoint: str, task: Task, rows: Samples | None, results: dict[str, Any]) -> dict[str, Any]:
+    """The results with all that they depend on: hashes, precision, versions, date and commit."""
+    device = next(task.model.parameters()).device
+    return {
+        "checkpoint": checkpoint,
         "memory": task.model.memory_report() if hasattr(task.model, "memory_report") else [],
         "parameters": sum(weight.numel() for weight in task.model.parameters()),
         "data": rows and {
@@ -68,7 +74,6 @@ def write_record(out: Path, checkpoint: str, task: Task, rows: Samples | None, r
         **environment(),
         "metrics": {name: _plain(result) for name, result in results.items()},
     }  # fmt: skip
-    write_json(out, content)
 
 
 def _plain(result: Any) -> Any:

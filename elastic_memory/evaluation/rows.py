@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,16 @@ class Journal:
     def records(self) -> list[Record]:
         """All records in the order of the rows."""
         return [self.done[row] for row in sorted(self.done)]
+
+
+def by_document(records: Iterable[tuple[str, float, int]]) -> dict[str, list[float]]:
+    """Sum of the losses and number of tokens of each document, from rows of (document, loss, tokens)."""
+    totals: dict[str, list[float]] = {}
+    for document, loss, tokens in records:
+        held = totals.setdefault(document, [0.0, 0])
+        held[0] += loss
+        held[1] += tokens
+    return totals
 
 
 def bootstrap(

@@ -102,16 +102,17 @@ class ElasticMemory(Memory):
         return _Direct.apply(signal, self.geometry.block_size, self.detach_every, *plan.weights).unbind(0)
 
     def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
-        """P and K block by block; products in the signal's precision, state and sums in float32."""
+        """P and K block by block, in float32: errors of bf16 would add up from block to block."""
         blocks, size = plan.projections.shape[0], self.geometry.block_size
-        kept = torch.promote_types(signal.dtype, torch.float32)
-        updates = (plan.projections @ signal[: blocks * size].unflatten(0, (blocks, size))).unbind(0)
-        states = [updates[0].to(kept)]
-        for index in range(1, blocks):
-            (entering,) = self.cut((states[-1],), index)
-            states.append((plan.transitions[index - 1] @ entering.to(signal.dtype)).to(kept) + updates[index])
-        entering = torch.stack([self.cut((state,), index)[0] for index, state in enumerate(states, 1)])
-        return (plan.reconstructions @ entering.to(signal.dtype)).unbind(0)
+        with torch.autocast(signal.device.type, enabled=False):
+            tokens = signal[: blocks * size].to(plan.projections.dtype).unflatten(0, (blocks, size))
+            updates = (plan.projections @ tokens).unbind(0)
+            states = [updates[0]]
+            for index in range(1, blocks):
+                (entering,) = self.cut((states[-1],), index)
+                states.append(plan.transitions[index - 1] @ entering + updates[index])
+            entering = torch.stack([self.cut((state,), index)[0] for index, state in enumerate(states, 1)])
+            return (plan.reconstructions @ entering).to(signal.dtype).unbind(0)
 
     def adapt(self, state: State) -> tuple[State, str | None]:
         """Low coefficients are a prefix: a lower order keeps them, a higher one knows only them of the past."""

@@ -39,8 +39,9 @@ class InfiniMemory(Memory):
     """Linear attention over all earlier blocks, a gate per head between it and the block's own attention.
 
     `update`: delta, which first takes off what the memory says already, or linear. `memory_norm`: output, a gain-free
-    RMSNorm on what is read; qk, on queries and keys, those of the block's own attention too; none. `first_block`:
-    bypass, or zero to let the gate mix in the zeros that an empty memory returns.
+    RMSNorm on what is read; qk, on queries and keys, those of the block's own attention too; none. `first_gate`: the
+    gates' logits at the start of training. `first_block`: bypass, or zero to let the gate mix in the zeros that an
+    empty memory returns. Defaults: choices.md, "Infini-Transformer's norm and gates".
     """
 
     source = "Leave No Context Behind: Infini-attention (arXiv 2404.07143)"
@@ -51,7 +52,8 @@ class InfiniMemory(Memory):
         geometry: Geometry,
         *,
         update: str = "delta",
-        memory_norm: str = "output",
+        memory_norm: str = "none",
+        first_gate: float = -3.0,
         first_block: str = "bypass",
         detach_every: int | None = None,
     ):
@@ -59,6 +61,7 @@ class InfiniMemory(Memory):
         self.update = one_of("update", update, ("delta", "linear"))
         self.memory_norm = one_of("memory_norm", memory_norm, ("output", "qk", "none"))
         self.reads_start = one_of("first_block", first_block, ("bypass", "zero")) == "zero"
+        self.first_gate = first_gate
         self.gate = nn.Parameter(torch.empty(geometry.heads))
         self.reset()
 
@@ -81,8 +84,8 @@ class InfiniMemory(Memory):
         return Floats(matrix + normaliser, matrix)
 
     def reset(self) -> None:
-        """Gates half open."""
-        nn.init.zeros_(self.gate)
+        """Gates nearly closed: the model begins as one without memory."""
+        nn.init.constant_(self.gate, self.first_gate)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> InfiniState:
         """Nothing summed."""

@@ -110,6 +110,20 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def _sort_record(content: dict[str, Any], path: Path, name: str, found: Results) -> None:
+    """A run's record of `elastic reproduce`: its training, and what was measured of it as it was trained."""
+    if content["trained"]:
+        found.trainings[name] = content["trained"]
+    for entry in content["measured"]:
+        if (
+            "ppl" in entry.get("metrics", {})
+            and not entry["conditions"]["corrupt"]
+            and not entry["conditions"]["sampling"]
+        ):
+            _check_evaluation(entry, path)
+            found.evaluations[name] = entry
+
+
 def _sort(path: Path, name: str, found: Results) -> None:
     content = read_json(path) if path.suffix == ".json" else None
     table = _parse(path) if path.suffix == ".md" else None
@@ -119,6 +133,8 @@ def _sort(path: Path, name: str, found: Results) -> None:
         found.pictures[name] = _png(path)
     elif path.name == "metrics.jsonl":
         found.curves[path.parent.name] = _steps(path)
+    elif isinstance(content, dict) and {"trained", "measured", "tier"} <= content.keys():
+        _sort_record(content, path, name, found)
     elif isinstance(content, dict) and isinstance(content.get("metrics"), dict):
         _check_evaluation(content, path)
         found.evaluations[name] = content

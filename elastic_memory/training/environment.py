@@ -4,6 +4,7 @@ import os
 import platform
 import resource
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ def machine(recipe: Recipe) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and commit."""
+    """Date, versions and commit."""
     return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "accelerate": accelerate.__version__,
@@ -49,12 +51,12 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit this code is at, marked if files differ from it; None outside a checkout."""
+    """The commit this code is at, marked if files differ from it; outside a checkout what ELASTIC_COMMIT says."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("ELASTIC_COMMIT")  # for machines that get a copy without its history
 
 
 def peak_memory() -> int:

@@ -18,11 +18,11 @@ from elastic_memory.shapes import Int, Tensor
 class Schedule(Dataset):
     """Rows in training order: each epoch is a permutation drawn from (seed, epoch), epochs follow one another."""
 
-    def __init__(self, rows: Any, samples: int, seed: int) -> None:
+    def __init__(self, rows: Any, samples: int, seed: int, most: int | None = None) -> None:
         if len(rows) == 0:
             raise ValueError("the prepared folder has no training rows")
         self.rows = rows
-        self.ids = sample_order(len(rows), samples, seed)
+        self.ids = sample_order(len(rows), samples, seed, most)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -37,11 +37,12 @@ class Schedule(Dataset):
         return hashlib.sha256(self.ids.astype("<i8").tobytes()).hexdigest()[:16]
 
 
-def sample_order(rows: int, samples: int, seed: int) -> np.ndarray:
-    """Row numbers in the order of training, `samples` of them."""
-    epochs = -(-samples // rows)
-    shuffled = [np.random.default_rng([seed, epoch]).permutation(rows) for epoch in range(epochs)]
-    return np.concatenate(shuffled)[:samples]
+def sample_order(rows: int, samples: int, seed: int, most: int | None = None) -> np.ndarray:
+    """Row numbers in the order of training, `samples` of them, out of at most so many rows spread over all."""
+    used = rows if most is None else min(rows, max(1, most))
+    epochs = -(-samples // used)
+    shuffled = [np.random.default_rng([seed, epoch]).permutation(used) for epoch in range(epochs)]
+    return np.concatenate(shuffled)[:samples] * rows // used
 
 
 class Collate:

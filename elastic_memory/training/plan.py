@@ -43,10 +43,17 @@ class Plan:
 
 
 def measurements(folder: Path) -> list[Measured]:
-    """All results of training below a folder that were measured on an accelerator."""
+    """All results of training below a folder that were measured on an accelerator.
+
+    Of processes that shared a device, as records of `elastic reproduce` say, each counts as many times.
+    """
     found = []
     for path in sorted(folder.rglob("*.json")):
         result = read_json(path)
+        if isinstance(result, dict) and isinstance(result.get("trained"), dict):
+            cost = result["trained"]["cost"]
+            seconds = cost["seconds"] / cost["processes_on_device"]
+            result = result["trained"] | {"tokens_per_second": result["trained"]["tokens"] / seconds}
         if isinstance(result, dict) and {"recipe", "tokens_per_second", "machine"} <= result.keys():
             machine = result["machine"]
             if machine["device"] != "cpu":

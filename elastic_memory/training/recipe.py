@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from elastic_memory.common.names import suggest
 from elastic_memory.training.strict import read_yaml
 
+RECIPES = Path(__file__).parents[1] / "recipes"  # recipes that come with the package
 TINY, BELOW_ONE = 1e-30, 1 - 1e-9
 RANGES: dict[str, tuple[float, float]] = {
     "training.tokens": (1, 10**15), "training.length": (1, 10**9), "training.batch_tokens": (1, 10**11),
@@ -50,6 +52,7 @@ class Training:
 
     tokens: int
     length: int
+    corpus_tokens: int | None = None  # take so many of the corpus, spread over it; None: all
     batch_tokens: int
     precision: Literal["bf16", "fp32"] = "bf16"
     learning_rate: float = 2e-3
@@ -136,9 +139,13 @@ class Recipe:
         """Plain nested dictionaries, every default written out."""
         return dataclasses.asdict(self)
 
-    def digest(self, data: str) -> str:
-        """Ten hex digits that name what is trained: model, training, stability and the data's hash."""
-        what = {key: self.to_dict()[key] for key in ("model", "training", "stability")}
+    def digest(self, data: str = "") -> str:
+        """Ten hex digits that name what is trained: model, training, stability and the data's hash.
+
+        What is not set does not count, so that a key added later does not rename earlier runs.
+        """
+        sections = {key: self.to_dict()[key] for key in ("model", "training", "stability")}
+        what = {key: {k: v for k, v in section.items() if v is not None} for key, section in sections.items()}
         return hashlib.sha256(json.dumps([what, data], sort_keys=True).encode()).hexdigest()[:10]
 
     def replace(self, **keys: Any) -> "Recipe":
@@ -150,23 +157,33 @@ class Recipe:
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe of a YAML file with `a.b=c` overrides applied.
+    """The recipe of a YAML file, or of the package by its name, with `a.b=c` overrides applied.
 
-    >>> load_recipe("recipes/smoke/elastic.yaml", ["model.memory_multiple=2"]).model.memory_multiple
+    >>> load_recipe("smoke/elastic", ["model.memory_multiple=2"]).model.memory_multiple
     2
     """
-    tree, _ = _read(Path(path))
+    path = find_recipe(path)
+    tree, _ = _read(path)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"--set {override}: expected key=value, such as training.learning_rate=1e-3")
         _set(tree, key.strip(), read_yaml(value, f"--set {key}"), f"--set {override}")
-    return convert(tree, Recipe, Path(path).name, "")
+    return convert(tree, Recipe, path.name, "")
+
+
+def find_recipe(path: str | Path) -> Path:
+    """A file, or a recipe of the package such as `smoke/elastic`."""
+    packaged = RECIPES / f"{path}.yaml"
+    if Path(path).is_file() or not packaged.is_file() or RECIPES not in packaged.resolve().parents:
+        return Path(path)
+    return packaged
 
 
 def variants(path: str | Path) -> list[Recipe]:
     """Every model a recipe file stands for: the products of the entries of its `grid:`, or the recipe alone."""
-    tree, grid = _read(Path(path))
+    path = find_recipe(path)
+    tree, grid = _read(path)
     recipes = []
     for entry in grid or [{}]:
         lists = [value if isinstance(value, list) else [value] for value in entry.values()]
@@ -174,14 +191,18 @@ def variants(path: str | Path) -> list[Recipe]:
             chosen = dict(zip(entry, values, strict=True))
             variant = json.loads(json.dumps(tree))
             for key, value in chosen.items():
-                _set(variant, key, value, f"{Path(path).name}: grid")
-            recipes.append(convert(variant, Recipe, Path(path).name, ""))
+                _set(variant, key, value, f"{path.name}: grid")
+            recipes.append(convert(variant, Recipe, path.name, ""))
     return recipes
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if not path.is_file():
-        raise FileNotFoundError(f"no recipe {path}")
+        packaged = [file.relative_to(RECIPES).with_suffix("").as_posix() for file in sorted(RECIPES.glob("*/*.yaml"))]
+        known = [name for name in packaged if not name.endswith("/base") and not name.startswith("launch/")]
+        raise FileNotFoundError(
+            f"no recipe {path}: no such file, nor a recipe of the package; {suggest(str(path), known)}"
+        )
     tree = read_yaml(path.read_text(encoding="utf-8", errors="replace"), path.name)
     if not isinstance(tree, dict):
         raise ValueError(f"{path.name}: a recipe is a mapping of sections, this is a {type(tree).__name__}")

@@ -48,6 +48,10 @@ class Run:
         """Whether the result is written."""
         return self.result.exists()
 
+    def content(self) -> dict[str, Any]:
+        """What `result.json` says."""
+        return read_json(self.result)
+
     def begin(self, facts: dict[str, Any]) -> None:
         """Record the resolved recipe and the facts of the machine."""
         recipe = yaml.safe_dump(self.recipe.to_dict(), sort_keys=False)

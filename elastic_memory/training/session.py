@@ -90,7 +90,8 @@ class Session:
     def __init__(self, run: Run, rows: Samples, resume: Resume, interrupts: Interrupts) -> None:
         self.run, self.rows, self.resume, self.interrupts = run, rows, resume, interrupts
         training = run.recipe.training
-        self.schedule = Schedule(rows, training.steps * training.batch, training.seed)
+        most = training.corpus_tokens and training.corpus_tokens // training.length
+        self.schedule = Schedule(rows, training.steps * training.batch, training.seed, most)
         self.held = ExitStack()
         self.fresh = False  # whether this session made the run's folder
         if training.precision == "bf16":

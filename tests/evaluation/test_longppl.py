@@ -81,7 +81,7 @@ def test_key_tokens_are_computed_once(small_tokenizer, large_tokenizer, tmp_path
     arguments = (MODEL, small_tokenizer, [TEXT[:1500]], REFERENCE, large_tokenizer)
     first = longppl(*arguments, **settings)
     (file,) = tmp_path.iterdir()
-    assert {"text", "fingerprint", "reference", "alpha", "spans"} <= set(json.loads(file.read_text()))
+    assert {"text", "fingerprint", "reference", "alpha", "keys"} <= set(json.loads(file.read_text()))
 
     monkeypatch.setattr(KeyTokens, "_computed", None)  # a second search would fail
     assert longppl(*arguments, **settings) == first

@@ -9,9 +9,8 @@ import torch
 
 from elastic_memory.data import prepare
 from elastic_memory.training import session
-from elastic_memory.training.recipe import Recipe, load_recipe
+from elastic_memory.training.recipe import RECIPES, Recipe, load_recipe
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 QUICK = [
     "training.length=128", "training.batch_tokens=512", "training.tokens=6144", "execution.micro_batch=2",
     "execution.save_every=4", "model.config.block_size=32", "model.config.num_hidden_layers=2",

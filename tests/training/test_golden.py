@@ -32,7 +32,9 @@ def losses(corpus, out, memory):
 def test_the_losses_are_those_on_record(corpus, tmp_path, memory):
     golden, got = json.loads(GOLDEN.read_text()), losses(corpus, tmp_path, memory)
     assert len(got) == 100
-    for machine, record in golden.items():
+    recorded = {machine: record for machine, record in golden.items() if memory in record}
+    assert recorded
+    for machine, record in recorded.items():
         assert got == (record[memory] if machine == HERE else pytest.approx(record[memory], abs=2e-6))
 
 

@@ -70,3 +70,10 @@ def test_the_next_batch_is_read_while_the_last_one_is_trained_on():
     batches.close()
     assert [row for row, _ in read] == sample_order(20, 6, 1).tolist()
     assert threading.current_thread() not in [thread for _, thread in read]
+
+
+def test_a_limited_corpus_is_spread_over_all_rows_and_seen_again_and_again():
+    order = sample_order(rows=1000, samples=35, seed=3, most=10)
+    assert sorted(set(order.tolist())) == [i * 100 for i in range(10)]
+    assert [sorted(order[first : first + 10].tolist()) for first in (0, 10, 20)] == [[i * 100 for i in range(10)]] * 3
+    np.testing.assert_array_equal(sample_order(7, 30, 1, most=100), sample_order(7, 30, 1))

@@ -1,0 +1,239 @@
+"""One model of a table: its recipe, its record, and the work of training and measuring it.
+
+    OUT/runs/small-proofs-elastic-uniform-seed1-1a2b3c4d.json    its record: all that tables need
+    OUT/work/small-proofs-elastic-uniform-seed1-5e6f7a8b9c/      the run itself, weights included, until it is measured
+    OUT/work/keys/                                               positions of LongPPL's key tokens
+
+Tables share models and their records. Whatever is interrupted, the next call continues with what is missing.
+"""
+
+import gc
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import elastic_memory as em
+from elastic_memory.data import Samples, prepare, samples
+from elastic_memory.evaluation.loading import load_config, load_model
+from elastic_memory.evaluation.longppl import Settings, key_tokens
+from elastic_memory.evaluation.metrics import Conditions, Task
+from elastic_memory.evaluation.record import describe, with_progress
+from elastic_memory.evaluation.rows import Spread
+from elastic_memory.reproduction.records import Record
+from elastic_memory.reproduction.tiers import TIERS
+from elastic_memory.training.build import build_config
+from elastic_memory.training.corpus import data_hash, fit
+from elastic_memory.training.recipe import RECIPES, Recipe, Training, load_recipe
+from elastic_memory.training.runs import Run
+from elastic_memory.training.session import Resume, train
+
+# What one measurement of a model takes: a metric, and the conditions it is measured under.
+Measurement = tuple[str, Conditions]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model: which recipe of the tier, what is changed in it, the corpus and the seed."""
+
+    memory: str
+    sampling: str | None = None
+    multiple: int = 1  # of memory
+    points: int = 1  # times the recipe's number of memory tokens
+    size: str = "1x"  # of the model
+    corpus: str = "proofs"
+    learning_rate: float | None = None  # None, here and below: the recipe's
+    tokens: int | None = None
+    seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        """By what differs from the plain model of its memory."""
+        parts = [self.corpus, self.memory, self.sampling or ""]
+        parts += [f"memory{self.multiple}x"] * (self.multiple != 1) + [f"points{self.points}x"] * (self.points != 1)
+        parts += [f"model{self.size}"] * (self.size != "1x")
+        parts += [f"lr{self.learning_rate:g}"] if self.learning_rate else []
+        parts += [f"{self.tokens / 1e6:g}M"] if self.tokens else []
+        return "-".join(filter(None, [*parts, f"seed{self.seed}"]))
+
+
+class Lab:
+    """The models of a tier."""
+
+    def __init__(self, tier: str, out: Path, data: Path | None = None, reference: str | None = None):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                "`elastic reproduce` starts its own processes. To train one model on several GPUs, use `torchrun ... "
+                f"elastic train ... --out {out / 'work'}` first: a finished run there is not trained again"
+            )
+        self.name, self.tier, self.out, self.data = tier, TIERS[tier], out, data
+        self.reference = reference or self.tier.reference
+        self.work = out / "work"
+        # a model has many cells, and each of these takes a while
+        self.folder, self.run, self.counted = cache(self._folder), cache(self._run), cache(self._counted)
+        self.recipe = cache(self._recipe)
+
+    # -- what there is
+
+    @property
+    def training(self) -> Training:
+        """What all runs of the tier have in common."""
+        return self.recipe(Trained(memory="none")).training
+
+    def seeds(self, count: int) -> tuple[int, ...]:
+        """The first `count` seeds of the tier, or as many as it has."""
+        return self.tier.seeds[:count]
+
+    def _recipe(self, model: Trained) -> Recipe:
+        """The tier's recipe for a model."""
+        recipe = load_recipe(RECIPES / self.name / f"{model.memory}.yaml")
+        keys = {"model.memory_multiple": model.multiple, **self.tier.recipe, **self.tier.sizes[model.size]}
+        changed = {"model.sampling": model.sampling, "training.learning_rate": model.learning_rate}
+        changed |= {"training.tokens": model.tokens, "training.seed": model.seed}
+        keys |= {key: value for key, value in changed.items() if value is not None}
+        if model.points != 1:
+            keys["model.config.memory_points"] = model.points * build_config(recipe).memory_points
+        return recipe.replace(name=f"{self.name}-{model.name}", **keys)
+
+    def record(self, model: Trained) -> Record:
+        """What is known of a model so far."""
+        recipe = self.recipe(model)
+        facts = {"name": f"{recipe.name}-{recipe.digest()[:8]}", "tier": self.name, "model": asdict(model)}
+        return Record(self.out / "runs" / f"{facts['name']}.json", facts)
+
+    def missing(self, model: Trained, wanted: Iterable[Measurement]) -> list[Measurement]:
+        """The measurements that its record does not hold yet; LongPPL only where there is a reference."""
+        record = self.record(model)
+        return [
+            (metric, conditions)
+            for metric, conditions in wanted
+            if record.find(metric, asdict(conditions)) is None and (metric != "longppl" or self.reference)
+        ]
+
+    def _counted(self, model: Trained) -> dict[str, int]:
+        """Floats of memory and added parameters of the whole model, as the paper counts them, and the order."""
+        config = build_config(self.recipe(model))
+        plain = type(config).from_dict(config.to_dict() | {"pad_heads": False})
+        with torch.device("meta"):
+            report = em.MemoryLlamaForCausalLM(plain).memory_report()
+        return {
+            "memory": sum(line["state_floats"] for line in report),
+            "added": sum(line["extra_parameters"] for line in report),
+            "order": plain.memory_order,
+        }
+
+    # -- what is needed
+
+    def require(self, corpora: Iterable[str], longppl: bool) -> None:
+        """Refuse before hours of work: rows to train and to measure on, and the reference, must be there."""
+        if self.data is not None or not self.tier.text:
+            root = self.data or Path("DATA")
+            folders = [root / self.tier.corpora[corpus] for corpus in dict.fromkeys(corpora)]
+            missing = [folder for folder in folders if not (folder / "manifest.json").exists()]
+            if missing:
+                how = f"--tokenizer meta-llama/Llama-2-7b-hf --length {self.training.length}"
+                commands = "; ".join(f"elastic prepare {folder.name} {how} --out {folder}" for folder in missing)
+                raise FileNotFoundError(
+                    f"tier {self.name} needs rows in {', '.join(map(str, missing))}: {commands}; then --data {root}"
+                )
+            for folder in folders:
+                samples(folder, "test")
+        if longppl and self.reference:
+            try:
+                load_config(self.reference)
+            except (OSError, ValueError) as error:
+                raise FileNotFoundError(
+                    f"LongPPL needs a model that finds its key tokens: {error}. Give one with --reference "
+                    "(a run, a folder, a .gguf file, a name on the hub)"
+                ) from None
+
+    def _folder(self, corpus: str) -> Path:
+        """The prepared rows of a corpus."""
+        if self.data is not None or not self.tier.text:
+            return (self.data or Path("DATA")) / self.tier.corpora[corpus]
+        folder = self.work / "data" / f"{self.tier.text}-{self.training.length}"
+        prepare(self.tier.text, folder, tokenizer="bytes", length=self.training.length)
+        return folder
+
+    def _run(self, model: Trained) -> Run:
+        """The run of a model, whether it was trained or not; one that `elastic train` left there counts."""
+        rows = samples(self.folder(model.corpus))
+        recipe, data = fit(self.recipe(model), rows), data_hash(rows)
+        for folder in self.work.glob(f"*-{recipe.digest(data)}"):
+            recipe = replace(recipe, name=folder.name.removesuffix(f"-{recipe.digest(data)}"))
+        return Run(self.work, recipe, data)
+
+    def test_rows(self, corpus: str) -> Samples:
+        """What models of a corpus are measured on."""
+        return samples(self.folder(corpus), "test")
+
+    def spread(self, corpus: str, metric: str) -> Spread:
+        """Those rows that a metric reads."""
+        rows, count = self.test_rows(corpus), self.tier.probed if metric == "reconstruction" else self.tier.rows
+        return Spread(rows, count or len(rows))
+
+    # -- the work
+
+    def complete(
+        self, model: Trained, wanted: Iterable[Measurement], keep_weights: bool = False, sharing: int = 1
+    ) -> None:
+        """Train and measure what the record lacks, then remove the weights unless they are to be kept.
+
+        `sharing` is how many such processes use the device at the same time.
+        """
+        missing = self.missing(model, wanted)
+        if self.record(model).trained and not missing:
+            return
+        self._train(model, sharing)
+        for conditions in dict.fromkeys(conditions for _, conditions in missing):
+            self._measure(model, conditions, [metric for metric, when in missing if when == conditions])
+        if not keep_weights:
+            shutil.rmtree(self.run(model).folder, ignore_errors=True)
+            self.run.cache_clear()  # type: ignore[attr-defined]
+
+    def _train(self, model: Trained, sharing: int) -> None:
+        run, record = self.run(model), self.record(model)
+        if not run.finished:
+            # another machine than before an interruption only rounds differently, and the run says so
+            begun = Resume(allowed=True, or_start=True, new_machine=True)
+            result = train(run.recipe, self.folder(model.corpus), self.work, begun)
+            record.add_training(result, run.measured(), sharing)
+            torch.compiler.reset()  # code compiled for one model would count against the limit of the next
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        elif record.trained is None:
+            record.add_training(run.content(), run.measured(), sharing)
+
+    def _measure(self, model: Trained, conditions: Conditions, metrics: list[str]) -> None:
+        """Measure a trained model under one set of conditions, and keep the results."""
+        rows, run = self.test_rows(model.corpus), self.run(model)
+        for group in (["reconstruction"], [metric for metric in metrics if metric != "reconstruction"]):
+            if not set(group) & set(metrics):
+                continue
+            task = Task(
+                model=load_model(str(run.folder)),
+                rows=self.spread(model.corpus, group[0]),
+                tokenizer=rows.tokenizer(),
+                conditions=conditions,
+                # memory erased at every block tells, within one model, what memory is worth
+                protocols=("P0", "P4") if conditions == Conditions() else ("P0",),
+                batch_size=self.tier.batch,
+                reference=self.reference or "",
+                settings=Settings.scaled(rows.length),
+                keys=self.work / "keys",
+                partial=run.folder / "partial",
+                identity={"data": rows.fingerprint, "split": rows.split},
+            )
+            self.record(model).add(describe(run.folder.name, task, rows, with_progress(task, group)))
+
+    def find_keys(self, corpus: str) -> None:
+        """Find LongPPL's key tokens of a corpus and keep them, so that measuring models finds them ready."""
+        if self.reference:
+            rows = self.test_rows(corpus)
+            settings = Settings.scaled(rows.length)
+            key_tokens(self.reference, rows.tokenizer(), self.spread(corpus, "longppl"), settings, self.work / "keys")

@@ -1,0 +1,253 @@
+"""The ledger: each claim of the paper's sections 3.2 to 3.7 as comparisons that code checks against our tables.
+
+A comparison says that one number is below another. Numbers are compared by their logarithms, averaged over seeds.
+Between two models the interval of a difference comes from how far seeds of one model lie apart (pooled over all models
+that have several; without any the comparison is undecided). Between two readings of the same runs no seed is involved,
+and the interval is a bootstrap over documents. A comparison is held if its interval (95%) is below zero, not held if it
+is above. A claim is held if all its comparisons are, and not held if one of them is not.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic_memory.report.tables import Table
+from elastic_memory.training.files import write_json, write_text
+from elastic_memory.training.strict import read_json
+
+HELD, NOT_HELD, UNDECIDED, MISSING = "held", "not held", "undecided at this scale", "no numbers yet"
+
+Place = tuple[str, str, str]  # row, column and metric of a table
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper: `pairs` of places in one table, the first of which is to be lower."""
+
+    name: str
+    section: str
+    text: str
+    table: str
+    pairs: tuple[tuple[Place, Place], ...]
+
+
+EXP, UNI = "Elastic Memory, exponential", "Elastic Memory, uniform"
+MAIN_OTHERS = ("Transformer++", "Mem. Transformer", "Infini-Transformer", "Melodi")
+CORPORA = ("books", "proofs", "edu")
+SIZES = ("1x", "2x", "4x", "8x", "16x")
+
+
+def _each(low: str, high: Iterable[str], columns: Iterable[str], metric: str) -> tuple[tuple[Place, Place], ...]:
+    """One row below each of others, in each of some columns."""
+    return tuple(((low, column, metric), (other, column, metric)) for column in columns for other in high)
+
+
+def _columns(names: Iterable[str], metric: str) -> list[str]:
+    return [f"{{{name}}} {metric}" for name in names]
+
+
+MAIN_PPL, MAIN_LONG = _columns(CORPORA, "PPL"), _columns(CORPORA, "LongPPL")
+MEMORY_PPL, MEMORY_LONG = ([f"{size} {metric}" for size in SIZES] for metric in ("PPL", "Long."))
+MODEL_PPL, MODEL_LONG = ([f"{size} {metric}" for size in SIZES[:3]] for metric in ("PPL", "LongPPL"))
+INJECTED = ("{books}", "{proofs}", "{edu}", *(f"memory {size}" for size in SIZES[1:]), "model 2x", "model 4x")
+S_EXP, S_UNI = "Elastic, exponential", "Elastic, uniform"
+
+CLAIMS = (
+    Claim(
+        "best-ppl", "3.2", "Elastic Memory with exponential sampling has the best PPL on every corpus", "main",
+        _each(EXP, (*MAIN_OTHERS, UNI), MAIN_PPL, "ppl"),
+    ),
+    Claim(
+        "best-longppl", "3.2", "Elastic Memory with uniform sampling has the best LongPPL on every corpus", "main",
+        _each(UNI, (*MAIN_OTHERS, EXP), MAIN_LONG, "longppl"),
+    ),
+    Claim(
+        "beats-no-memory", "3.2", "Elastic Memory has a lower PPL than Transformer++ on every corpus", "main",
+        _each(EXP, ("Transformer++",), MAIN_PPL, "ppl") + _each(UNI, ("Transformer++",), MAIN_PPL, "ppl"),
+    ),
+    Claim(
+        "memory-ppl", "3.3", "Exponential sampling has the best PPL at every memory size", "memory-scaling",
+        _each(S_EXP, ("MemT.", "Melodi", S_UNI), MEMORY_PPL, "ppl"),
+    ),
+    Claim(
+        "one-beats-sixteen", "3.3", "At 1x Elastic Memory has a lower PPL than Memorizing Transformer at 16x",
+        "memory-scaling", (((S_EXP, "1x PPL", "ppl"), ("MemT.", "16x PPL", "ppl")),),
+    ),
+    Claim(
+        "half-of-melodi", "3.3", "Elastic Memory at 2x and 4x has a lower PPL than Melodi at 4x and 8x",
+        "memory-scaling",
+        (
+            ((S_EXP, "2x PPL", "ppl"), ("Melodi", "4x PPL", "ppl")),
+            ((S_EXP, "4x PPL", "ppl"), ("Melodi", "8x PPL", "ppl")),
+        ),
+    ),
+    Claim(
+        "memory-longppl", "3.3", "Uniform sampling has a lower LongPPL than exponential at every memory size",
+        "memory-scaling", _each(S_UNI, (S_EXP,), MEMORY_LONG, "longppl"),
+    ),
+    Claim(
+        "more-memory-helps", "3.3", "Each doubling of Elastic Memory lowers PPL and LongPPL", "memory-scaling",
+        tuple(
+            ((row, larger, metric), (row, smaller, metric))
+            for row in (S_EXP, S_UNI)
+            for names, metric in ((MEMORY_PPL, "ppl"), (MEMORY_LONG, "longppl"))
+            for smaller, larger in pairwise(names)
+        ),
+    ),
+    Claim(
+        "model-ppl", "3.4", "Exponential sampling has the best PPL at every model size", "model-scaling",
+        _each(S_EXP, (*MAIN_OTHERS, S_UNI), MODEL_PPL, "ppl"),
+    ),
+    Claim(
+        "model-longppl", "3.4", "Uniform sampling has a lower LongPPL than exponential at every model size",
+        "model-scaling", _each(S_UNI, (S_EXP,), MODEL_LONG, "longppl"),
+    ),
+    Claim(
+        "inject-ppl", "3.5", "Reading by exponential sampling lowers the PPL of models trained with uniform sampling",
+        "injection", _each("uniform, read exponential", ("uniform",), INJECTED, "ppl"),
+    ),
+    Claim(
+        "inject-longppl", "3.5", "Reading by uniform sampling gives the lower LongPPL, however a model was trained",
+        "injection",
+        _each("uniform", ("uniform, read exponential",), INJECTED, "longppl")
+        + _each("exponential, read uniform", ("exponential",), INJECTED, "longppl"),
+    ),
+    Claim(
+        "robust", "3.6", "Under noise in all layers Elastic Memory keeps a lower PPL than Memorizing Transformer",
+        "corruption",
+        tuple(
+            pair
+            for row in (UNI, EXP)
+            for pair in _each(row, ("Mem. Transformer",), ("hardly 25%", "hardly 50%", "hardly 75%"), "ppl")
+        ),
+    ),
+    Claim(
+        "reconstruction", "B", "Reconstruction error and PPL both fall as the order grows", "reconstruction",
+        tuple(
+            ((row, larger, metric), (row, smaller, metric))
+            for row, metric in (("Reconstruction MSE", "reconstruction"), ("PPL", "ppl"))
+            for smaller, larger in pairwise(SIZES)
+        ),
+    ),
+)  # fmt: skip
+
+
+def judge(results: Path, tier: str) -> list[dict[str, Any]]:
+    """Every claim with its verdict and the numbers behind it, from the tables' JSON in a folder of results."""
+    tables = {}
+    for name in dict.fromkeys(claim.table for claim in CLAIMS):
+        path = results / f"{name}-{tier}.json"
+        if path.exists():
+            tables[name] = {(cell["row"], cell["column"]): cell for cell in read_json(path)["cells"]}
+    noise = seed_noise(cell for cells in tables.values() for cell in cells.values())
+    return [_verdict(claim, tables.get(claim.table, {}), noise) for claim in CLAIMS]
+
+
+def seed_noise(cells: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """For each metric the standard deviation of its logarithm between seeds, pooled over models that have several."""
+    squares: dict[str, list[tuple[float, int]]] = {}
+    for cell in cells:
+        for metric in cell["values"]:
+            logs = _logs(cell, metric)
+            if len(logs) > 1:
+                squares.setdefault(metric, []).append((statistics.variance(logs) * (len(logs) - 1), len(logs) - 1))
+    return {
+        metric: math.sqrt(sum(square for square, _ in found) / sum(freedom for _, freedom in found))
+        for metric, found in squares.items()
+    }
+
+
+def _logs(cell: Mapping[str, Any], metric: str) -> list[float]:
+    found = [run["values"].get(metric) for run in cell["runs"]]
+    return [math.log(value) for value in found if value is not None]
+
+
+def _verdict(
+    claim: Claim, cells: Mapping[tuple[str, str], dict[str, Any]], noise: Mapping[str, float]
+) -> dict[str, Any]:
+    compared = [_compare(cells.get(low[:2]), cells.get(high[:2]), low, high, noise) for low, high in claim.pairs]
+    verdicts = {entry["verdict"] for entry in compared}
+    if NOT_HELD in verdicts:
+        verdict = NOT_HELD
+    elif verdicts == {HELD}:
+        verdict = HELD
+    else:
+        verdict = MISSING if verdicts == {MISSING} else UNDECIDED
+    return {
+        "claim": claim.name,
+        "section": claim.section,
+        "text": claim.text,
+        "table": claim.table,
+        "verdict": verdict,
+        "comparisons": compared,
+    }
+
+
+def _compare(
+    low: dict[str, Any] | None, high: dict[str, Any] | None, place: Place, other: Place, noise: Mapping[str, float]
+) -> dict[str, Any]:
+    """One comparison: the relative difference, its interval, and what follows."""
+    metric = place[2]
+    ours, theirs = (_logs(cell, metric) if cell else [] for cell in (low, high))
+    entry: dict[str, Any] = {"lower": " | ".join(place[:2]), "than": " | ".join(other[:2]), "metric": metric}
+    if not ours or not theirs:
+        return entry | {"verdict": MISSING}
+    difference = statistics.fmean(ours) - statistics.fmean(theirs)
+    entry |= {
+        "values": [math.exp(statistics.fmean(logs)) for logs in (ours, theirs)],
+        "seeds": [len(ours), len(theirs)],
+        "difference": math.expm1(difference),
+    }
+    assert low and high
+    if [run["run"] for run in low["runs"]] == [run["run"] for run in high["runs"]] and metric in ("ppl", "longppl"):
+        logs = _paired(low, high, metric)
+    elif metric in noise:
+        margin = 1.96 * noise[metric] * math.sqrt(1 / len(ours) + 1 / len(theirs))
+        logs = [difference - margin, difference + margin]
+    else:
+        return entry | {"interval": None, "verdict": UNDECIDED}
+    interval = [math.expm1(value) for value in logs]
+    verdict = HELD if interval[1] < 0 else NOT_HELD if interval[0] > 0 else UNDECIDED
+    return entry | {"interval": interval, "verdict": verdict}
+
+
+def _paired(low: dict[str, Any], high: dict[str, Any], metric: str, draws: int = 1000) -> list[float]:
+    """95% of the difference between two readings of the same runs, documents drawn with replacement."""
+    sums = []
+    for cell in (low, high):
+        documents = [run["measured"][metric]["by_document"] for run in cell["runs"]]
+        names = sorted(documents[0])
+        sums.append(np.array([[found[name] for name in names] for found in documents]).sum(0))
+    weights = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), size=draws)
+    drawn = [(weights @ total[:, 0]) / (weights @ total[:, 1]) for total in sums]
+    return np.quantile(drawn[0] - drawn[1], [0.025, 0.975]).tolist()
+
+
+def summary(judged: list[dict[str, Any]], tier: str) -> Table:
+    """The ledger as a table: a line a claim."""
+    rows = []
+    for entry in judged:
+        counts = [sum(one["verdict"] == verdict for one in entry["comparisons"]) for verdict in (HELD, NOT_HELD)]
+        total = len(entry["comparisons"])
+        rows.append([f"{entry['section']}: {entry['text']}", entry["verdict"], f"{counts[0]} / {counts[1]} / {total}"])
+    note = (
+        f"Tier {tier}. Comparisons held / not held / in all. A comparison between models is decided where the "
+        "difference is larger than what seeds explain, one between readings of the same model where it is larger than "
+        "what documents explain (95%). Made by `elastic reproduce claims`."
+    )
+    return Table("The paper's claims, checked", ["claim", "verdict", "comparisons"], rows, note)
+
+
+def write(results: Path, tier: str) -> Table:
+    """Judge all claims and write `claims.json` and the ledger's table."""
+    judged = judge(results, tier)
+    write_json(results / "claims.json", {"tier": tier, "claims": judged})
+    table = summary(judged, tier)
+    write_text(results / "claims.md", table.markdown())
+    return table

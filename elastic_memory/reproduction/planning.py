@@ -1,0 +1,112 @@
+"""What is still to do for some tables, in which order, and how long it takes."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastic_memory.reproduction.experiment import Experiment
+from elastic_memory.reproduction.lab import Lab, Trained
+from elastic_memory.reproduction.scheduler import Task
+from elastic_memory.reproduction.tables import experiments, wanted
+from elastic_memory.reproduction.worker import Job
+from elastic_memory.training.build import build_config, flops_per_token
+from elastic_memory.training.recipe import Recipe, convert
+
+MEASURING = 60.0  # seconds that are allowed for what is measured after training
+
+
+@dataclass(frozen=True)
+class Todo:
+    """A model that is not trained, or not measured in full; `seconds` of a device that it has for itself."""
+
+    model: Trained
+    name: str
+    trained: bool
+    seconds: float | None
+
+
+def to_do(lab: Lab, tables: Sequence[Experiment], seeds: int | None = None) -> list[Todo]:
+    """All models of some tables whose records are not complete, the most important first."""
+    models = dict.fromkeys(model for experiment in tables for model in experiment.models(lab, seeds))
+    speeds = measured_speeds(lab)
+    found = []
+    for model in models:
+        record = lab.record(model)
+        if record.trained is None or lab.missing(model, wanted(model)):
+            seconds = estimate(lab.recipe(model), speeds)
+            found.append(Todo(model, record.content["name"], record.trained is not None, seconds))
+    return found
+
+
+def measured_speeds(lab: Lab) -> list[tuple[Recipe, float]]:
+    """Recipes of finished runs on accelerators, and the seconds of a whole device that each took."""
+    found = []
+    for model in dict.fromkeys(model for experiment in _tables(lab) for model in experiment.models(lab)):
+        trained = lab.record(model).trained
+        if trained and trained["machine"]["device"] != "cpu":
+            cost = trained["cost"]
+            recipe = convert(trained["recipe"], Recipe, "record", "")
+            found.append((recipe, cost["seconds"] / cost["processes_on_device"]))
+    return found
+
+
+def _tables(lab: Lab) -> list[Experiment]:
+    return [experiment for experiment in experiments().values() if lab.name in experiment.tiers]
+
+
+def estimate(recipe: Recipe, speeds: Sequence[tuple[Recipe, float]]) -> float | None:
+    """Seconds of a whole device: those of the measured run with the same memory that is nearest in work, scaled."""
+    alike = [(other, seconds) for other, seconds in speeds if other.model.memory == recipe.model.memory]
+    if not alike:
+        return None
+    work = _work(recipe)
+    nearest, seconds = min(alike, key=lambda pair: abs(_work(pair[0]) - work))
+    return seconds * work / _work(nearest)
+
+
+def _work(recipe: Recipe) -> float:
+    return recipe.training.tokens * flops_per_token(build_config(recipe), recipe.training.length)
+
+
+def tasks(lab: Lab, todo: Sequence[Todo], parallel: int, keep_weights: bool) -> list[Task]:
+    """The processes that do it: first key tokens, which every model of a corpus needs, then the models."""
+    common: dict[str, Any] = {"tier": lab.name, "out": str(lab.out), "reference": lab.reference}
+    common["data"] = str(lab.data) if lab.data else None
+    missing = {
+        one.model.corpus for one in todo if any(m == "longppl" for m, _ in lab.missing(one.model, wanted(one.model)))
+    }
+    found = []
+    for one in todo:
+        if one.model.corpus in missing:
+            missing.remove(one.model.corpus)
+            job = Job(**common, keys=one.model.corpus)
+            found.append(Task(f"{lab.name}-{one.model.corpus}-keys", job.command()))
+        job = Job(**common, model=asdict(one.model), keep_weights=keep_weights, sharing=parallel)
+        seconds = None if one.seconds is None else one.seconds * parallel + MEASURING
+        found.append(Task(one.name, job.command(), seconds))
+    return found
+
+
+def status(lab: Lab) -> tuple[list[list[str]], str]:
+    """For each table: numbers, how many are missing, runs they need, runs that more seeds need, minutes of a GPU."""
+    rows, counted, unknown = [], set(), False
+    for experiment in _tables(lab):
+        cells = [cell for *_, cell, _ in experiment.cells() if cell.measurements]
+        numbers = sum(len(cell.measurements) for cell in cells)
+        missing = sum(
+            all(lab.record(cell.model(seed)).find(metric, asdict(conditions)) is None for seed in lab.tier.seeds)
+            for cell in cells
+            for metric, conditions in cell.measurements
+        )
+        first = [one for one in to_do(lab, [experiment], seeds=1) if one.name not in counted]
+        more = [one for one in to_do(lab, [experiment]) if one.name not in counted and one not in first]
+        counted |= {one.name for one in (*first, *more)}
+        seconds = [one.seconds for one in (*first, *more)]
+        unknown = unknown or None in seconds
+        minutes = sum(value or 0.0 for value in seconds) / 60
+        mark = "+" if None in seconds else ""
+        rows.append(
+            [experiment.name, str(numbers), str(missing), str(len(first)), str(len(more)), f"{minutes:.0f}{mark}"]
+        )
+    note = "A run that several tables need is counted in the first of them. GPU minutes: estimated from measured runs."
+    return rows, note + (" +: and runs of a kind that was never measured." if unknown else "")

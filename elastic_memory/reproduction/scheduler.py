@@ -1,0 +1,119 @@
+"""Several jobs side by side on one device, the most important first, until all are done or time is over.
+
+A training process alone leaves a GPU idle between its kernels; three of them fill it. Each job is a process of its own:
+when time is over it gets SIGTERM, saves a checkpoint and ends, and the next call continues from there.
+"""
+
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from elastic_memory.training.session import tell
+
+GRACE = 60.0  # seconds to save a checkpoint in
+
+
+@dataclass
+class Task:
+    """A command, and about how long it takes (None: unknown)."""
+
+    name: str
+    command: list[str]
+    seconds: float | None = None
+    process: subprocess.Popen | None = field(default=None, repr=False)
+    log: IO | None = field(default=None, repr=False)
+    begun: float = 0.0
+
+
+class Scheduler:
+    """Runs tasks; `failed` and `left` say afterwards what did not work and what there was no time for."""
+
+    def __init__(self, tasks: Sequence[Task], parallel: int, logs: Path, seconds: float | None = None):
+        self.waiting, self.parallel, self.logs = list(tasks), parallel, logs
+        self.limit = None if seconds is None else time.monotonic() + seconds
+        self.running: list[Task] = []
+        self.done: list[str] = []
+        self.failed: list[str] = []
+        self.left: list[str] = []
+        self.total = len(self.waiting)
+
+    def run(self) -> None:
+        """Until everything is done or time is over. However this ends, no process stays behind."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        handler = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        try:
+            while self.running or self.waiting:
+                self._start()
+                if not self.running:
+                    break
+                time.sleep(0.2)
+                self._collect()
+                if self.limit is not None and time.monotonic() > self.limit:
+                    tell("time is over: running jobs save what they have")
+                    break
+        finally:
+            self._stop()
+            self.left += [task.name for task in self.waiting]
+            signal.signal(signal.SIGTERM, handler)
+
+    def _start(self) -> None:
+        for task in [task for task in self.waiting if self._fits(task)]:
+            if len(self.running) >= self.parallel:
+                return
+            self.waiting.remove(task)
+            task.log, task.begun = (self.logs / f"{task.name}.log").open("ab"), time.monotonic()
+            # a group of its own: Ctrl-C reaches this process alone, which then ends the others in order
+            task.process = subprocess.Popen(
+                task.command,
+                stdout=task.log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self.running.append(task)
+            tell(f"started {task.name} ({len(self.done)} of {self.total} done)")
+
+    def _fits(self, task: Task) -> bool:
+        """Whether it is expected to end in time; what is unknown is tried."""
+        return self.limit is None or task.seconds is None or time.monotonic() + task.seconds < self.limit
+
+    def _collect(self) -> None:
+        for task in list(self.running):
+            assert task.process and task.log
+            code = task.process.poll()
+            if code is None:
+                continue
+            task.log.close()
+            self.running.remove(task)
+            seconds = time.monotonic() - task.begun
+            if code == 0:
+                self.done.append(task.name)
+                tell(f"finished {task.name} in {seconds:.0f} s")
+            else:
+                self.failed.append(task.name)
+                tell(f"failed {task.name} (exit {code}): {self._last_line(task)}")
+
+    def _last_line(self, task: Task) -> str:
+        path = self.logs / f"{task.name}.log"
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        return f"{lines[-1][:300] if lines else 'no output'} [{path}]"
+
+    def _stop(self) -> None:
+        for task in self.running:
+            assert task.process
+            task.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        for task in self.running:
+            assert task.process and task.log
+            try:
+                task.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                task.process.kill()
+                task.process.wait()
+            task.log.close()
+            self.left.append(task.name)
+        self.running = []

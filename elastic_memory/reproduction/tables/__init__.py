@@ -1,0 +1,43 @@
+"""One file per table: `EXPERIMENT` for those with trained models, `run(tier, out)` for the others."""
+
+import ast
+import importlib
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from elastic_memory.common.names import suggest
+from elastic_memory.reproduction.experiment import Experiment
+from elastic_memory.reproduction.lab import Measurement, Trained
+
+FOLDER = Path(__file__).parent
+FIRST = ("main", "corruption", "learning-rate", "memory-scaling")  # the most important, where order matters
+NAMES = sorted(
+    (path.stem.replace("_", "-") for path in FOLDER.glob("[!_]*.py")),
+    key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name),
+)
+
+
+def load(table: str) -> ModuleType:
+    """The module of a table."""
+    if table not in NAMES:
+        raise ValueError(f"table {table!r}: {suggest(table, NAMES)}")
+    return importlib.import_module(f"{__name__}.{table.replace('-', '_')}")
+
+
+def summary(table: str) -> str:
+    """The first sentence of a table's file, which is not run for it."""
+    text = (FOLDER / f"{table.replace('-', '_')}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+
+@cache
+def experiments() -> dict[str, Experiment]:
+    """All tables with trained models."""
+    found = {name: getattr(load(name), "EXPERIMENT", None) for name in NAMES}
+    return {name: experiment for name, experiment in found.items() if experiment is not None}
+
+
+def wanted(model: Trained) -> list[Measurement]:
+    """What any table wants to know of a model: all of it is measured while the weights are there."""
+    return list(dict.fromkeys(pair for experiment in experiments().values() for pair in experiment.wanted(model)))

@@ -1,0 +1,69 @@
+"""How large the tables of a tier are: what its recipes, in `elastic_memory/recipes/<tier>`, do not say."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TITLES = {"pg19": "PG-19", "proof-pile": "Proof-Pile", "fineweb-edu": "FineWeb-Edu"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """One size of everything."""
+
+    recipe: dict[str, Any] = field(default_factory=dict)  # keys to change in every recipe
+    sizes: dict[str, dict[str, Any]]  # keys that make a model of twice and of four times the parameters
+    corpora: dict[str, str]  # which folder of --data stands for books, proofs and edu
+    seeds: tuple[int, ...]
+    rows: int | None  # of the test split, spread over it; None: all
+    probed: int  # the same for reconstruction, which takes long
+    batch: int  # rows evaluated at a time
+    reference: str | None = None  # the model that finds LongPPL's key tokens, unless another is given
+    text: str | None = None  # a corpus to prepare, as bytes, where no data are given
+    caution: str = ""
+
+    def title(self, corpus: str) -> str:
+        """A corpus as a table's heading names it."""
+        return TITLES.get(self.corpora[corpus], self.corpora[corpus])
+
+
+def _width(hidden: int, intermediate: int, heads: int) -> dict[str, Any]:
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads")
+    return {f"model.config.{key}": value for key, value in zip(keys, (hidden, intermediate, heads), strict=True)}
+
+
+OWN = {corpus: corpus for corpus in ("proofs", "books", "edu")}
+
+TIERS = {
+    "smoke": Tier(
+        recipe={"training.tokens": 49152},  # 12 steps
+        sizes={"1x": {}, "2x": _width(96, 256, 6), "4x": _width(128, 512, 8)},
+        corpora=OWN,
+        seeds=(42,),
+        rows=16,
+        probed=2,
+        batch=16,
+        text="stdlib",
+        caution="Tiny models, hardly trained: this shows that everything works, and the figures mean nothing. "
+        "Without --data the sources of Python's standard library stand for every corpus.",
+    ),
+    "small": Tier(
+        sizes={"1x": {}, "2x": _width(576, 1536, 9), "4x": _width(768, 2944, 12)},  # 34M, 66M, 134M parameters
+        corpora=OWN,
+        seeds=(1, 2, 3),
+        rows=96,
+        probed=4,
+        batch=16,
+        reference="HuggingFaceTB/SmolLM2-135M-Instruct",
+        caution="A third of the paper's parameters, a quarter of its lengths, corpora of our own that stand for the "
+        "paper's, and 1/270 of its tokens.",
+    ),
+    "paper": Tier(
+        sizes={"1x": {}, "2x": {"model.preset": "200m"}, "4x": {"model.preset": "400m"}},
+        corpora={"proofs": "proof-pile", "books": "pg19", "edu": "fineweb-edu"},
+        seeds=(42,),
+        rows=None,
+        probed=4,
+        batch=4,
+        reference="meta-llama/Llama-3.1-8B",
+    ),
+}

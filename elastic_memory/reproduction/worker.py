@@ -1,0 +1,46 @@
+"""One job of `elastic reproduce --parallel`: `python -m elastic_memory.reproduction.worker JOB`, its own process.
+
+JOB is the JSON of a `Job`: a model to train and measure, or a corpus whose key tokens are to be found.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a worker does, and where."""
+
+    tier: str
+    out: str
+    data: str | None = None
+    reference: str | None = None
+    model: dict[str, Any] | None = None  # fields of `Trained`
+    keys: str | None = None  # a corpus
+    keep_weights: bool = False
+    sharing: int = 1
+
+    def command(self) -> list[str]:
+        """The command line of its process."""
+        return [sys.executable, "-m", "elastic_memory.reproduction.worker", json.dumps(asdict(self))]
+
+
+def main(text: str) -> None:
+    """Do the job."""
+    from elastic_memory.reproduction.lab import Lab, Trained
+    from elastic_memory.reproduction.tables import wanted
+
+    job = Job(**json.loads(text))
+    lab = Lab(job.tier, Path(job.out), Path(job.data) if job.data else None, job.reference)
+    if job.keys:
+        lab.find_keys(job.keys)
+    if job.model:
+        model = Trained(**job.model)
+        lab.complete(model, wanted(model), job.keep_weights, job.sharing)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,106 @@
+"""Write the tables of `results/`, the ledger, and the results of README and docs, from the records in the repository.
+
+python scripts/results.py        # in the root of the repository
+"""
+
+from pathlib import Path
+
+from elastic_memory.report import plots
+from elastic_memory.report.catalogue import insert
+from elastic_memory.report.speed import headline, training
+from elastic_memory.report.tables import Table
+from elastic_memory.reproduction import ledger
+from elastic_memory.reproduction.lab import Lab
+from elastic_memory.reproduction.tables import experiments
+from elastic_memory.training.plan import make_plan, measurements
+from elastic_memory.training.recipe import RECIPES, variants
+from elastic_memory.training.strict import read_json
+
+INDEX = """\
+# Results
+
+Every number here was measured, and every table is made from the records in `runs/` by `python scripts/results.py`
+(or `elastic reproduce TABLE --tier small --minutes 0`). A record is one run: recipe, seed, data hash, machine,
+versions, commit, date, loss curve, and each measurement with its protocol. `elastic reproduce status --tier small`
+says what is still missing; `elastic reproduce claims --tier small` judges the paper's claims anew (`claims.json` has
+every comparison with its numbers, seeds and interval).
+
+How to read them: the corpora `books`, `proofs` and `edu` stand for PG-19, Proof-Pile and FineWeb-Edu. They are far
+smaller, and perplexities on them cannot be compared with the paper's in brackets. With one seed a model, no ranking of
+models is decided: runs differ by more than 10% in block 0, where no memory can help. What a single run does show is
+its gain from memory, in parentheses.
+"""
+
+
+def overview(root: Path) -> str:
+    """The README's results: the main table, how the paper's claims fared, recall and speed."""
+    main, claims = ((root / "results" / f"{name}.md").read_text() for name in ("main-small", "claims"))
+    picture = "![What memory gains in each block](results/gain-by-block-small.png)\n"
+    return "\n".join([main, picture, claims, recall(root), headline(root), training(root)])
+
+
+def recall(root: Path) -> str:
+    """What `elastic reproduce recall` wrote."""
+    return (root / "results" / "recall.md").read_text()
+
+
+def plan(root: Path) -> str:
+    """What the paper's runs would take on eight H200, from the runs in `results/`."""
+    devices, price, rows = 8, 2.5, []
+    measured = measurements(root / "results")
+    for path in sorted((RECIPES / "paper").glob("*.yaml")):
+        recipes = [] if path.stem == "base" else variants(path)
+        plans = [make_plan(recipe, measured, devices, price) for recipe in recipes]
+        known = [one for one in plans if one.hours is not None and one.cost is not None and one.tokens_per_second]
+        if plans:
+            first = known[0] if known else None
+            speed = f"{(first.tokens_per_second or 0) / 1e3:.0f}k" if first else "?"
+            hours = f"{first.hours:.0f}" if first else "?"
+            total, cost = sum(one.hours or 0 for one in known), sum(one.cost or 0 for one in known)
+            every = [f"{total:.0f}", f"{cost:,.0f}"] if len(known) == len(plans) else ["?", "?"]
+            rows.append([f"paper/{path.stem}", str(len(plans)), speed, hours, *every])
+    columns = ["recipe", "models", "tokens/s a GPU, first model", "hours, first model", "hours, all", "cost, all"]
+    note = f"40B tokens a model on {devices} H200 at {price} a GPU and hour, from the runs in `results/runs`."
+    return Table("The plan", columns, rows, note).markdown()
+
+
+def pictures(root: Path) -> None:
+    """PPL by block, and what memory gains in each block, of the main table's models on proofs."""
+    results, ppl, gain = root / "results", {}, {}
+    for entry in read_json(results / "main-small.json")["cells"]:
+        for run in entry["runs"][:1] if entry["column"] == "{proofs} PPL" else []:
+            measured = read_json(results / "runs" / f"{run['run']}.json")["measured"]
+            found = next(m["metrics"]["ppl"] for m in measured if "P4" in m["metrics"].get("ppl", {}))
+            streamed, erased = found["P0"]["by_block"], found["P4"]["by_block"]
+            blocks = list(range(len(streamed)))
+            ppl[entry["row"]] = (blocks, streamed)
+            gain[entry["row"]] = (blocks, [100 * (b / a - 1) for a, b in zip(streamed, erased, strict=True)])
+    plots.save(plots.lines(ppl, "block of 512 tokens", "PPL"), results / "ppl-by-block-small.png")
+    plots.save(
+        plots.lines(gain, "block of 512 tokens", "PPL without its memory, % higher"),
+        results / "gain-by-block-small.png",
+    )
+
+
+def index(root: Path) -> str:
+    """`results/README.md`: what lies here, and all tables."""
+    names = [f"{name}-small" for name in experiments()] + ["claims"]
+    tables = "\n".join((root / "results" / f"{name}.md").read_text() for name in names)
+    return INDEX + "\n" + tables
+
+
+def write(root: Path) -> None:
+    """Bring tables, ledger and pages up to date with the records."""
+    lab = Lab("small", root / "results")
+    for experiment in experiments().values():
+        experiment.write(lab)
+    ledger.write(root / "results", "small")
+    pictures(root)
+    (root / "results" / "README.md").write_text(index(root), encoding="utf-8")
+    for page, text, name in (("README.md", overview(root), "results"), ("docs/training.md", plan(root), "plan")):
+        path = root / page
+        path.write_text(insert(path.read_text(encoding="utf-8"), text, name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path.cwd())

@@ -1,0 +1,89 @@
+"""Claims are judged by numbers: on tables made up so that the verdict is known."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from elastic_memory.reproduction import ledger
+from elastic_memory.reproduction.ledger import HELD, MISSING, NOT_HELD, UNDECIDED
+from elastic_memory.reproduction.tables import experiments
+
+ROOT = Path(__file__).parents[2]
+BEST = next(claim for claim in ledger.CLAIMS if claim.name == "beats-no-memory")
+
+
+def cell(row: str, column: str, seeds: list[float], metric: str = "ppl", documents: dict | None = None) -> dict:
+    runs = [
+        {"run": f"{row}-{i}", "values": {metric: value}, "measured": {metric: {"by_document": documents or {}}}}
+        for i, value in enumerate(seeds)
+    ]
+    return {"row": row, "column": column, "values": {metric: seeds[0]}, "runs": runs}
+
+
+def judged(tmp_path, table: str, cells: list[dict]) -> dict[str, dict]:
+    (tmp_path / f"{table}-small.json").write_text(json.dumps({"cells": cells}))
+    return {entry["claim"]: entry for entry in ledger.judge(tmp_path, "small")}
+
+
+def test_every_place_of_every_claim_exists():
+    for claim in ledger.CLAIMS:
+        experiment = experiments()[claim.table]
+        for place in (place for pair in claim.pairs for place in pair):
+            assert place[0] in experiment.rows and place[1] in experiment.columns, (claim.name, place)
+
+
+@pytest.mark.parametrize(
+    ("none", "elastic", "verdict"),
+    [
+        ([9.0, 9.1], [8.0, 8.1], HELD),
+        ([8.0, 8.1], [9.0, 9.1], NOT_HELD),
+        ([8.0, 9.0], [8.1, 8.9], UNDECIDED),
+        ([9.0], [8.0], UNDECIDED),  # nobody knows what a seed is worth
+    ],
+)
+def test_a_verdict_follows_from_the_difference_and_what_seeds_are_worth(tmp_path, none, elastic, verdict):
+    rows = {"Transformer++": none, ledger.EXP: elastic, ledger.UNI: elastic}
+    cells = [cell(row, column, seeds) for row, seeds in rows.items() for column in ledger.MAIN_PPL]
+    entry = judged(tmp_path, "main", cells)["beats-no-memory"]
+    assert entry["verdict"] == verdict
+    one = entry["comparisons"][0]
+    mean = math.prod(elastic) ** (1 / len(elastic)) / math.prod(none) ** (1 / len(none)) - 1
+    assert one["difference"] == pytest.approx(mean)
+    if one["interval"]:
+        assert one["interval"][0] < mean < one["interval"][1]
+
+
+def test_a_claim_needs_all_its_comparisons(tmp_path):
+    rows = {"Transformer++": [9.0, 9.1], ledger.EXP: [8.0, 8.1], ledger.UNI: [8.0, 8.1]}
+    cells = [cell(row, "{proofs} PPL", seeds) for row, seeds in rows.items()]
+    found = judged(tmp_path, "main", cells)
+    assert found["beats-no-memory"]["verdict"] == UNDECIDED
+    assert {one["verdict"] for one in found["beats-no-memory"]["comparisons"]} == {HELD, MISSING}
+    assert found["memory-ppl"]["verdict"] == MISSING
+
+
+def test_readings_of_the_same_runs_are_compared_document_by_document(tmp_path):
+    one = {str(i): [100.0 + i, 50] for i in range(20)}
+    other = {str(i): [99.0 + i, 50] for i in range(20)}
+    low, high = (cell("run", name, [1.0], documents=documents) for name, documents in (("a", other), ("b", one)))
+    interval = ledger._paired(low, high, "ppl")
+    assert interval == pytest.approx([-1 / 50, -1 / 50])
+    rows = {"uniform": one, "uniform, read exponential": other}
+    cells = [
+        cell(row, column, [8.0], documents=documents) | {"row": row}
+        for row, documents in rows.items()
+        for column in ledger.INJECTED
+    ]
+    for entry in cells:
+        entry["runs"][0]["run"] = "the same"
+    assert judged(tmp_path, "injection", cells)["inject-ppl"]["verdict"] == HELD
+
+
+def test_the_committed_ledger_is_what_the_committed_tables_say(tmp_path):
+    for path in (ROOT / "results").glob("*-small.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    ledger.write(tmp_path, "small")
+    for name in ("claims.json", "claims.md"):
+        assert (tmp_path / name).read_bytes() == (ROOT / "results" / name).read_bytes()

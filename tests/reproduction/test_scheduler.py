@@ -1,0 +1,132 @@
+"""Several processes side by side: order, limits, failures, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import pytest
+
+from elastic_memory.reproduction.lab import Lab, Trained
+from elastic_memory.reproduction.planning import estimate, tasks, to_do
+from elastic_memory.reproduction.scheduler import Scheduler, Task
+from elastic_memory.reproduction.tables import experiments
+from elastic_memory.reproduction.worker import Job
+
+# Writes when it began and ended; ends at SIGTERM with a file that says so, as a training process saves a checkpoint.
+JOB = """
+import pathlib, signal, sys, time
+out, name, seconds, code = pathlib.Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
+def save(*_):
+    (out / f"{name}.saved").write_text("")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+(out / f"{name}.begun").write_text(str(time.time()))
+time.sleep(seconds)
+print(f"{name} says why")
+(out / f"{name}.ended").write_text(str(time.time()))
+sys.exit(code)
+"""
+
+
+def task(out, name: str, seconds: float = 0.0, code: int = 0, expected: float | None = None) -> Task:
+    return Task(name, [sys.executable, "-c", JOB, str(out), name, str(seconds), str(code)], expected)
+
+
+def seen(out, kind: str) -> set[str]:
+    return {path.stem for path in out.glob(f"*.{kind}")}
+
+
+def test_all_are_done_in_order_and_no_more_at_a_time_than_allowed(tmp_path):
+    names = [f"job{i}" for i in range(5)]
+    scheduler = Scheduler([task(tmp_path, name, 0.3) for name in names], 2, tmp_path / "logs")
+    scheduler.run()
+    assert sorted(scheduler.done) == names and not scheduler.failed and not scheduler.left
+    begun, ended = (
+        {name: float((tmp_path / f"{name}.{kind}").read_text()) for name in names} for kind in ("begun", "ended")
+    )
+    assert begun["job4"] > min(ended.values())
+    for moment in begun.values():
+        assert sum(begun[name] <= moment < ended[name] for name in names) <= 2
+
+
+def test_when_time_is_over_running_jobs_save_and_the_rest_is_left(tmp_path):
+    jobs = [task(tmp_path, "long", 60), task(tmp_path, "short"), task(tmp_path, "next", 60), task(tmp_path, "last")]
+    scheduler = Scheduler(jobs, 2, tmp_path / "logs", seconds=6)
+    began = time.monotonic()
+    scheduler.run()
+    assert time.monotonic() - began < 20
+    assert scheduler.done == ["short"] and sorted(scheduler.left) == ["last", "long", "next"]
+    assert seen(tmp_path, "saved") == {"long", "next"} and seen(tmp_path, "ended") == {"short"}
+
+
+def test_what_is_not_expected_to_end_in_time_is_not_begun(tmp_path):
+    jobs = [task(tmp_path, "large", expected=100.0), task(tmp_path, "small", expected=1.0), task(tmp_path, "unknown")]
+    scheduler = Scheduler(jobs, 1, tmp_path / "logs", seconds=50)
+    scheduler.run()
+    assert (
+        scheduler.done == ["small", "unknown"]
+        and scheduler.left == ["large"]
+        and "large" not in seen(tmp_path, "begun")
+    )
+
+
+def test_a_job_that_fails_is_named_with_its_last_words_and_the_others_go_on(tmp_path, capsys):
+    scheduler = Scheduler([task(tmp_path, "bad", code=3), task(tmp_path, "good")], 1, tmp_path / "logs")
+    scheduler.run()
+    assert (scheduler.failed, scheduler.done) == (["bad"], ["good"])
+    assert "failed bad (exit 3): bad says why" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_jobs_too(tmp_path, number):
+    program = (
+        "import sys; from pathlib import Path; from tests.reproduction.test_scheduler import *\n"
+        "out = Path(sys.argv[1]); Scheduler([task(out, 'long', 60)], 1, out / 'logs').run()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.DEVNULL)
+    while not seen(tmp_path, "begun"):
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(30) != 0
+    assert seen(tmp_path, "saved") == {"long"}
+
+
+def test_jobs_are_a_corpus_keys_first_and_then_its_models(tmp_path):
+    lab = Lab("small", tmp_path, tmp_path, reference="some/model")
+    todo = to_do(lab, [experiments()["main"]], seeds=1)
+    made = tasks(lab, todo, parallel=3, keep_weights=True)
+    assert [one.name for one in made[:2]] == ["small-proofs-keys", todo[0].name]
+    assert [one.name for one in made].index("small-books-keys") == 7 and len(made) == 18 + 3
+    job = Job(**json.loads(made[1].command[-1]))
+    assert Trained(**job.model) == todo[0].model and job.keep_weights and job.sharing == 3
+    assert [one.model.corpus for one in todo] == ["proofs"] * 6 + ["books"] * 6 + ["edu"] * 6
+
+
+def test_time_is_estimated_from_the_nearest_run_of_the_same_memory(tmp_path):
+    lab = Lab("small", tmp_path)
+    one, half = (lab.recipe(Trained(memory="none", tokens=tokens)) for tokens in (None, 75_000_000))
+    assert estimate(half, [(one, 100.0)]) == pytest.approx(50.0)
+    assert estimate(lab.recipe(Trained(memory="melodi")), [(one, 100.0)]) is None
+    double = lab.recipe(Trained(memory="none", size="2x"))
+    assert 150 < estimate(double, [(one, 100.0), (half, 1e9)]) < 260
+
+
+@pytest.mark.slow
+def test_a_worker_stopped_in_the_middle_leaves_nothing_half_counted_and_the_next_call_continues(tmp_path):
+    model = Trained(memory="none", seed=42)
+    lab = Lab("smoke", tmp_path)
+    lab.folder("proofs")
+    command = Job(tier="smoke", out=str(tmp_path), model=asdict(model)).command()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment)
+    while not list(tmp_path.glob("work/*/metrics.jsonl")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    assert not list(tmp_path.glob("runs/*.json")) and len(to_do(lab, [experiments()["main"]], 1)) == 18
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    assert lab.record(model).trained["starts"] == 2 and len(to_do(lab, [experiments()["main"]], 1)) == 17
