@@ -4,7 +4,7 @@ VENV   ?= .venv
 RUN    := $(VENV)/bin/python -m
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-faults test-gpu check bench bench-gpu clean help
+.PHONY: demo test test-slow test-faults test-gpu mutants check bench bench-gpu clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -24,6 +24,9 @@ test-slow: $(READY)    ## the tests that take minutes each
 
 test-faults: $(READY)  ## kills, full disks, damaged files
 	$(RUN) pytest -m faults $(ARGS)
+
+mutants: $(READY)      ## break each guarded line and expect a red test: ten minutes; ARGS="checkpoints" chooses
+	$(RUN) tests.mutants $(ARGS)
 
 test-gpu:        ## on a machine with CUDA; uses the interpreter's own packages
 	$(PYTHON) -m pytest -m gpu $(ARGS)

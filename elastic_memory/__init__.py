@@ -1,29 +1,41 @@
 """Elastic Memory: a fixed-size memory for Llama, its mathematics, its baselines, and what it takes to judge it."""
 
 import importlib
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
-from elastic_memory import attention, hippo, memory, operators, sampling
-from elastic_memory.model import (
-    MemoryCache,
-    MemoryLlamaConfig,
-    MemoryLlamaForCausalLM,
-    MemoryLlamaForSequenceClassification,
-    MemoryLlamaModel,
-    attach_memory,
-    detach_memory,
-)
+if TYPE_CHECKING:
+    from elastic_memory import attention, data, evaluation, hippo, memory, operators, report, sampling, training
+    from elastic_memory.model import (
+        MemoryCache,
+        MemoryLlamaConfig,
+        MemoryLlamaForCausalLM,
+        MemoryLlamaForSequenceClassification,
+        MemoryLlamaModel,
+        attach_memory,
+        detach_memory,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "MemoryCache", "MemoryLlamaConfig", "MemoryLlamaForCausalLM", "MemoryLlamaForSequenceClassification",
     "MemoryLlamaModel", "attach_memory", "attention", "data", "detach_memory", "evaluation", "hippo", "memory",
-    "operators", "sampling", "training",
+    "operators", "report", "sampling", "training",
 ]  # fmt: skip
+
+_MODULES = {
+    "attention", "data", "evaluation", "hippo", "memory", "model", "operators", "report", "sampling", "training",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    # These need more than torch, transformers, numpy and safetensors, so they are imported when first used.
-    if name in ("data", "evaluation", "report", "training"):
+    # Imported when first used: some need more packages, all take seconds, and `elastic --help` needs none of them.
+    if name in _MODULES:
         return importlib.import_module(f"elastic_memory.{name}")
+    if name in __all__:
+        return getattr(importlib.import_module("elastic_memory.model"), name)
     raise AttributeError(f"module 'elastic_memory' has no attribute {name!r}")
+
+
+if "elastic_command" not in sys.modules:
+    importlib.import_module("elastic_memory.model")  # registers our models with the Auto classes of transformers

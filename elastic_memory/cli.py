@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -20,6 +22,14 @@ COMMANDS = {
 }
 
 
+class Command(TyperCommand):
+    """A subcommand; torch, transformers and our models, which it will need, are imported when it runs."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: D102
+        importlib.import_module("elastic_memory.model")
+        return super().invoke(ctx)
+
+
 class LazyGroup(TyperGroup):
     """Imports a subcommand's module only when it is called, so that `elastic --help` needs none of them."""
 
@@ -33,7 +43,7 @@ class LazyGroup(TyperGroup):
         name, _, rest = super().resolve_command(ctx, args)
         function = getattr(importlib.import_module(f"elastic_memory.commands.{name}"), str(name))
         one = typer.Typer(add_completion=False)
-        one.command(name, help=function.__doc__)(function)
+        one.command(name, cls=Command, help=function.__doc__)(function)
         return name, typer.main.get_command(one), rest
 
 
@@ -51,13 +61,32 @@ def _root() -> None:
     """Elastic Memory: a fixed-size memory for Llama. `elastic COMMAND --help` explains each command."""
 
 
+EXPECTED = (ValueError, OSError, KeyError, RecursionError)
+EXPECTED_BY_NAME = {"SafetensorError", "StrictDataclassError"}  # of packages that the help must not import
+
+
 def main() -> None:
     """Run the command line; an expected error is one line on stderr and exit code 2, never a traceback."""
     try:
         app()
-    except (ValueError, FileNotFoundError, NotADirectoryError, FileExistsError) as error:
-        print(f"elastic: {error}", file=sys.stderr)
+    except Exception as error:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if not isinstance(error, EXPECTED) and not kinds & EXPECTED_BY_NAME:
+            raise
+        print(f"elastic: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
+
+
+def _one_line(error: Exception) -> str:
+    """What happened, in one line; where in our own code, if the error itself does not tell."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split())
+    if isinstance(error, KeyError | RecursionError):
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{text} is missing" if isinstance(error, KeyError) else "a file is nested too deeply"
+        return f"{what}: a file is not as expected (found by {Path(place.filename).name} line {place.lineno})"
+    return text or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
 """The command line: a list of commands, help that teaches, errors of one line."""
 
 import re
+import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from elastic_memory import cli
+from tests.conftest import small_model
+
+START = "from elastic_command import main; main()"  # what the installed program does
 
 
 def elastic(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", "from elastic_memory.cli import main; main()", *arguments],
+        [sys.executable, "-c", START, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -34,6 +40,42 @@ def test_help_lists_every_command_and_imports_none(monkeypatch, capsys):
     assert code == 0
     assert all(name in shown for name in cli.COMMANDS)
     assert not [name for name in sys.modules if name.startswith("elastic_memory.commands.")]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join)
+def test_help_takes_less_than_half_a_second_of_cpu(arguments):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = elastic(*arguments)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    assert "Usage" in result.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+@pytest.mark.parametrize("delay", [0.2, 0.5, 1.0, 2.0, 3.0])
+def test_ctrl_c_while_it_starts_is_no_traceback(delay, tmp_path):
+    """Whatever is being imported: typer, torch, transformers, our own modules."""
+    begun = "import sys; sys.stdout.write('.'); sys.stdout.flush()\n"
+    words = [sys.executable, "-c", begun + START, "evaluate", "x", "--data", str(tmp_path)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.read(1)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "Traceback" not in said, said
+
+
+def test_models_are_registered_whatever_is_imported_first(tmp_path):
+    small_model().save_pretrained(tmp_path)
+    load = f"AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
+    ours, theirs = "import elastic_memory", "from transformers import AutoConfig, AutoModelForCausalLM"
+    command = (
+        "import elastic_command, sys, elastic_memory; assert 'torch' not in sys.modules\nimport elastic_memory.model"
+    )
+    for lines in ([ours, theirs, load], [theirs, ours, load], [command, theirs, load]):
+        result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -75,9 +117,11 @@ def test_the_memory_at_work(tmp_path):
     assert shares["text, smoothed"][-1] > 90 > 20 > shares["noise"][-1]
 
 
-def test_the_readmes_example_runs(tmp_path):
+def test_the_readmes_examples_run(tmp_path):
     text = (Path(__file__).parents[1] / "README.md").read_text()
-    example = text.split("```python\n")[1].split("```")[0]
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert len(blocks) > 1
+    example = "\n".join(blocks)  # one after the other, as a reader types them
     result = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "book.memory.safetensors").stat().st_size < 100_000

@@ -1,4 +1,4 @@
-"""The tree is the data flow: imports run one way, mechanisms are named in one place, nothing dangerous is called."""
+"""The tree is the data flow: imports run one way, mechanisms are named in one place."""
 
 import ast
 import re
@@ -81,47 +81,6 @@ def test_no_mechanism_is_singled_out_outside_its_file():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
                 kinds = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
                 assert not kinds & classes, f"{where} asks for {kinds & classes}: ask the contract instead"
-
-
-def dangers(tree: ast.Module) -> list[str]:
-    """What must not be in a program that reads other people's files."""
-    found = []
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        found += [
-            f"{name} on line {node.lineno}" for name in names if name.split(".")[0] in {"pickle", "dill", "marshal"}
-        ]
-        if not isinstance(node, ast.Call):
-            continue
-        called = ast.unparse(node.func)
-        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        bad = (
-            called in {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system"}
-            or (called == "torch.load" and options.get("weights_only") != "True")
-            or options.get("shell") == "True"
-            or "trust_remote_code" in options
-            or options.get("allow_pickle") == "True"
-        )
-        found += [f"{called} on line {node.lineno}"] if bad else []
-    return found
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_dangerous_is_called(path):
-    assert not dangers(parse(path))
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["import pickle", "from pickle import loads", "eval('1')", "exec('1')", "yaml.load(f)", "torch.load(f)",
-     "torch.load(f, weights_only=False)", "run(c, shell=True)", "load(n, trust_remote_code=True)"],
-)  # fmt: skip
-def test_the_scan_sees_what_it_looks_for(line):
-    assert dangers(ast.parse(line))
 
 
 def test_the_readme_shows_the_tree():

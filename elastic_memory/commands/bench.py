@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_memory.commands.options import check_range
+
 
 def bench(
     preset: Annotated[str | None, typer.Option(help="tiny, 100m, ...; default tiny, on a GPU 100m.")] = None,
@@ -28,10 +30,15 @@ def bench(
     from rich.console import Console
 
     import elastic_memory as em
+    from elastic_memory.data.folders import check_replaceable
     from elastic_memory.evaluation.throughput import Workload, throughput
     from elastic_memory.memory import MEMORIES
     from elastic_memory.report.tables import Table
 
+    check_range(1, rows=rows, length=length, repeats=repeats)
+    check_range(1, 1000, multiple=multiple)
+    if out:
+        check_replaceable(out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = preset or ("100m" if device == "cuda" else "tiny")
     names = ["none", *(name for name in memory or MEMORIES if name != "none")]

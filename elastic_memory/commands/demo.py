@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from elastic_memory.commands.options import check_range
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -43,6 +45,7 @@ def demo(
     from elastic_memory.report.page import page
     from elastic_memory.training.files import write_text
 
+    check_range(STEP, 10**12, tokens=tokens)
     console = Console()
     _step(console, 1, "The memory at work")
     memory_at_work(out / "results", console)

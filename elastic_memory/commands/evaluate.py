@@ -7,6 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_memory.commands.options import LARGEST_MEMORY, check_range
+
+PADDING = 1024  # how many more tokens a model may have than its tokenizer, to make its size round
+
 
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="A run, a model folder, or a causal LM on the hub.")],
@@ -53,27 +57,42 @@ def evaluate(
         elastic evaluate runs/small-elastic-1a2b3c --data rows --sampling uniform --corrupt 0.5
     """
     from elastic_memory.data import samples
+    from elastic_memory.data.folders import check_replaceable
     from elastic_memory.evaluation.loading import check_tokenizer, load_model
     from elastic_memory.evaluation.longppl import Settings
     from elastic_memory.evaluation.metrics import Conditions, Task
     from elastic_memory.evaluation.record import with_progress, write_record
     from elastic_memory.evaluation.rows import Spread
 
+    check_range(1, batch_size=batch_size, limit=limit, stride=stride, trunc_len=trunc_len)
+    check_range(1, sliding_window=sliding_window)
+    check_range(1, LARGEST_MEMORY, points=points, order=order)
+    for one in orders or []:
+        check_range(1, LARGEST_MEMORY, reconstruct=one)
+    check_range(0, recall_steps=recall_steps, seed=seed)
+    check_range(-1000, 1000, alpha=alpha, beta=beta)
+    if out:
+        check_replaceable(out)
     metrics = metric or ["ppl"]
     if data is None and metrics != ["recall"]:
         raise ValueError("--data is missing: a folder that `elastic prepare` wrote")
-    rows = samples(data, split) if data else None
+    rows, model = samples(data, split) if data else None, load_model(checkpoint)
     tokenizer = rows.tokenizer() if rows is not None else None
     if rows is not None and tokenizer is not None:
         check_tokenizer(checkpoint, tokenizer, f"{rows.folder} ({rows.manifest['tokenizer']['name']})")
+    conditions = Conditions(
+        sampling=sampling, points=points, order=order, corrupt=corrupt, corrupt_layers=corrupt_layers, seed=seed
+    )
+    conditions.apply(model)  # what the model cannot do is refused before anything is shown
+    if rows is not None:
+        rows.verify_rows()
+        _check_vocabulary(checkpoint, model.config.vocab_size, rows)
     scaled = Settings.scaled(rows.length if rows else 32768)
     task = Task(
-        model=load_model(checkpoint),
+        model=model,
         rows=Spread(rows, limit or len(rows)) if rows is not None else [],
         tokenizer=tokenizer,
-        conditions=Conditions(
-            sampling=sampling, points=points, order=order, corrupt=corrupt, corrupt_layers=corrupt_layers, seed=seed
-        ),
+        conditions=conditions,
         protocols=protocol or ["P0"],
         stride=stride,
         batch_size=batch_size,
@@ -97,6 +116,23 @@ def evaluate(
         shutil.rmtree(task.partial, ignore_errors=True)
 
 
+def _check_vocabulary(checkpoint: str, size: int, rows: Any) -> None:
+    """Refuse rows of another tokenizer than the model's: by what lies beside it, or at least by its size."""
+    from elastic_memory.evaluation.loading import tokenizer_of
+
+    made, own = rows.manifest["tokenizer"], tokenizer_of(checkpoint)
+    if own is not None and own.sha256 != made["sha256"]:
+        raise ValueError(
+            f"{rows.folder} was prepared with {made['name']} ({made['sha256'][:12]}), {checkpoint} has another "
+            f"tokenizer ({own.sha256[:12]}): prepare with --tokenizer {checkpoint}"
+        )
+    if not made["vocab_size"] <= size <= made["vocab_size"] + PADDING:
+        raise ValueError(
+            f"{rows.folder} has a vocabulary of {made['vocab_size']:,} ({made['name']}), {checkpoint} of {size:,}: "
+            "prepare with the model's tokenizer"
+        )
+
+
 def _show(results: dict[str, Any]) -> None:
     from rich.console import Console
 
@@ -108,15 +144,24 @@ def _show(results: dict[str, Any]) -> None:
         if isinstance(result, list):
             fields = [field.name for field in dataclasses.fields(result[0])]
             cells = [[_cell(getattr(entry, field), number) for field in fields] for entry in result]
-            console.print(Table(name, fields, cells).rich())
+            console.print(_whole_words(Table(name, fields, cells)))
             continue
         for entry in entries:
             console.print(str(entry), highlight=False, markup=False, soft_wrap=True)
         if name == "ppl":
             blocks = max(len(entry.by_block) for entry in entries)
-            cells = [[key, *(f"{value:.4g}" for value in entry.by_block)] for key, entry in result.items()]
+            cells = [[str(i), *(f"{entry.by_block[i]:.4g}" for entry in entries)] for i in range(blocks)]
             if blocks <= 32:
-                console.print(Table("PPL by block", ["protocol", *map(str, range(blocks))], cells).rich())
+                console.print(_whole_words(Table("PPL by block", ["block", *result], cells)))
+
+
+def _whole_words(table: Any) -> Any:
+    """The table for a terminal, in which a narrow column breaks between numbers and never inside one."""
+    shown = table.rich()
+    for index, column in enumerate(shown.columns):
+        texts = [table.columns[index], *(row[index] for row in table.rows)]
+        column.min_width = max(len(word) for text in texts for word in text.split())
+    return shown
 
 
 def _cell(value: Any, number: Any) -> str:

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_memory.commands.options import check_range
+
 
 def prepare(
     sources: Annotated[
@@ -34,8 +36,14 @@ def prepare(
     """
     if inspect:
         return _inspect(inspect)
-    if not sources or not out or not tokenizer:
-        raise ValueError("prepare what? elastic prepare SOURCE --tokenizer NAME --out FOLDER (or --inspect FOLDER)")
+    usage = "elastic prepare SOURCE --tokenizer NAME --out FOLDER (or --inspect FOLDER)"
+    if not sources:
+        raise ValueError(f"prepare what? {usage}")
+    if not tokenizer:
+        raise ValueError(f"--tokenizer is missing: a folder, a name on the hub, or bytes, which needs none; {usage}")
+    if not out:
+        raise ValueError(f"--out is missing: the folder to write; {usage}")
+    check_range(1, 10_000, workers=workers)
     portions = _numbers(shares, 3, "--shares 90/5/5")
     which = _numbers(shard, 2, "--shard 0/8")
     if not sum(portions):
@@ -46,13 +54,15 @@ def prepare(
     from elastic_memory.data.prepare import prepare as run
 
     columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
-    with Progress(TextColumn("{task.description}"), *columns, console=_console(stderr=True)) as bar:
-        task = bar.add_task("reading", total=None)
+    bar = Progress(TextColumn("{task.description}"), *columns, console=_console(stderr=True))
+    task = bar.add_task("reading", total=None)
 
-        def watch(state: State) -> None:
-            description = f"part {state.part}/{state.parts}, {state.kept} documents kept"
-            bar.update(task, description=description, completed=state.bytes, total=state.total_bytes or None)
+    def watch(state: State) -> None:
+        bar.start()  # not before there is something to show: an error in what was asked for is one line
+        description = f"part {state.part}/{state.parts}, {state.kept} documents kept"
+        bar.update(task, description=description, completed=state.bytes, total=state.total_bytes or None)
 
+    try:
         manifest = run(
             sources,
             out,
@@ -64,6 +74,9 @@ def prepare(
             workers=workers,
             watch=watch,
         )
+    finally:
+        if bar.live.is_started:
+            bar.stop()
     if manifest is None:
         print(f"shard {shard} is done; when all are, run the same command without --shard")
     else:

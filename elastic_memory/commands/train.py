@@ -2,9 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from elastic_memory.commands.options import check_range
+
+MEASURED = Path("results")
 
 
 def train(
@@ -28,7 +32,7 @@ def train(
     ] = False,
     devices: Annotated[int, typer.Option(help="For --plan: how many GPUs.")] = 8,
     price: Annotated[float, typer.Option(help="For --plan: what a GPU costs an hour.")] = 2.5,
-    measured: Annotated[Path, typer.Option(help="For --plan: results to take speeds from.")] = Path("results"),
+    measured: Annotated[Path, typer.Option(help="For --plan: results to take speeds from.")] = MEASURED,
 ) -> None:
     """Train the model of a recipe, or go on with a run that was interrupted.
 
@@ -47,6 +51,10 @@ def train(
     overrides = [*(set_ or []), *(["execution.deterministic=true"] if deterministic else [])]
     chosen = load_recipe(recipe, overrides)
     if plan:
+        check_range(1, devices=devices)
+        check_range(0, 10**9, price=price)
+        if not measured.is_dir() and measured != MEASURED:
+            raise ValueError(f"--measured {measured}: no such folder")
         _print_plans(recipe, overrides, measured, devices, price)
         return
     if data is None:
@@ -83,9 +91,16 @@ def _print_plans(recipe: str, overrides: list[str], measured: Path, devices: int
         name = " ".join(filter(None, (model.preset, model.memory, f"{model.memory_multiple}x", model.sampling)))
         known = ["?" if x is None else f"{x:,.0f}" for x in (made.tokens_per_second, made.hours, made.cost)]
         table.add_row(name, f"{made.parameters:,}", f"{made.gigabytes:.1f}", *known)
-    hours, cost = (sum(getattr(made, key) or 0 for made in plans) for key in ("hours", "cost"))
-    table.add_row(f"all {len(plans)}", "", "", "", f"{hours:,.0f}", f"{cost:,.0f}")
+    table.add_row(f"all {len(plans)}", "", "", "", *(_total(plans, key) for key in ("hours", "cost")))
     console = Console()
     console.print(table)
     for source in sorted({made.source for made in plans}):
         console.print(f"speed: {source}")
+
+
+def _total(plans: list[Any], key: str) -> str:
+    """The sum of what is known, marked where something is not."""
+    known = [getattr(made, key) for made in plans if getattr(made, key) is not None]
+    if not known:
+        return "?"
+    return f"{sum(known):,.0f}" + (" + ?" if len(known) < len(plans) else "")

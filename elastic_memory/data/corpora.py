@@ -88,6 +88,9 @@ class HubShard:
     def hashes(self) -> dict[str, str]:  # noqa: D102
         return {self.root: self.root.rpartition("@")[2]}
 
+    def touched(self) -> int:  # noqa: D102
+        return 0
+
 
 class StandardLibrary:
     """The sources of Python's standard library: always there, no download.
@@ -142,6 +145,9 @@ class Package:
 
     def hashes(self) -> dict[str, str]:  # noqa: D102
         return {self.name: hashlib.sha256("".join(self._text()).encode()).hexdigest()}
+
+    def touched(self) -> int:  # noqa: D102
+        return max((self.root / file).stat().st_ctime_ns for file in self.files)
 
 
 CORPORA: dict[str, Corpus] = {

@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def check_replaceable(path: Path) -> None:
+    """Refuse to write where a folder, a device or a pipe is."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}: name a file to write")
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open `path` for writing so that it appears under its name complete and on disk, or not at all."""
+    check_replaceable(path)
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -22,8 +29,10 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk does not say which file it was
         raise
     fsync(path.parent)
 

@@ -82,6 +82,8 @@ def _facts(folder: Path, plan: Plan, passed_over: Counter[str]) -> dict[str, Any
     left_out = dict(sorted((+skipped).items()))
     if not any(rows.values()):
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+        if not longest and not left_out.keys() & {"too short", "empty"}:
+            raise NothingKept(f"no document could be read as text ({reasons}): give text in UTF-8, parquet or JSONL")
         raise NothingKept(
             f"no document is longer than {plan.length} tokens; the longest has {longest} ({reasons}). "
             "Choose a shorter --length"

@@ -11,6 +11,7 @@ from elastic_memory.data.sources import PACKED, JsonLines, ParquetRows, Part, Te
 
 PART = 64 << 20  # bytes of text in a part, roughly
 PART_FILES = 4096
+FOLD = 1000  # text does not shrink further, files made to fill a memory do
 SPLITS = ("train", "validation", "test")
 
 _SPLIT_NAMES = {name: name for name in SPLITS} | {"valid": "validation", "val": "validation", "dev": "validation"}
@@ -84,8 +85,13 @@ def _parquet_parts(path: Path, file: str, text: str) -> list[Part]:
     column = [metadata.schema.column(index).path for index in range(metadata.num_columns)].index(text)
     parts: list[Part] = []
     for group in range(metadata.num_row_groups):
-        rows = metadata.row_group(group).num_rows
-        size = metadata.row_group(group).column(column).total_uncompressed_size
+        rows, facts = metadata.row_group(group).num_rows, metadata.row_group(group).column(column)
+        size = facts.total_uncompressed_size
+        if size > max(PART, FOLD * facts.total_compressed_size):
+            raise ValueError(
+                f"{path}: row group {group} unpacks from {facts.total_compressed_size:,} to {size:,} bytes, which no "
+                "text does: leave the file out"
+            )
         step = max(1, rows * PART // max(size, PART))
         for start in range(0, rows, step):
             stop = min(start + step, rows)

@@ -67,6 +67,7 @@ def prepare(
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         _compare(folder, manifest["plan"], plan)
+        _compare_content(folder, manifest["source"]["sha256"], parts)
         # A run that was killed here had nothing left to do but to clear up.
         shutil.rmtree(folder / ".work", ignore_errors=True)
         return manifest
@@ -122,6 +123,16 @@ def _compare(folder: Path, found: dict[str, Any], plan: Plan) -> None:
         raise ValueError(f"{folder} holds another preparation ({changed}): choose another --out")
 
 
+def _compare_content(folder: Path, recorded: dict[str, str], parts: list[Part]) -> None:
+    """Hash the files that were touched since the folder was finished: their size alone says nothing."""
+    finished = (folder / MANIFEST).stat().st_ctime_ns
+    for part in parts:
+        if part.touched() > finished:
+            for name, sha256 in part.hashes().items():
+                if recorded.get(name) != sha256:
+                    raise ValueError(f"{folder} was prepared from other content of {name}: choose another --out")
+
+
 def _tokenise(
     folder: Path, parts: list[Part], indices: range, maker: RowMaker, watch: Callable[[Progress], None]
 ) -> None:
@@ -134,9 +145,13 @@ def _tokenise(
     for index in indices:
         part = parts[index]
         rows, record = part_files(folder, index)
-        if not record.exists():
+        touched = part.touched()
+        if not record.exists() or record.stat().st_ctime_ns < touched:
+            record.unlink(missing_ok=True)
             with whole_file(rows) as file:
                 outcome = maker.write(part, file, report)
+            if part.touched() != touched:
+                raise ValueError(f"{part.name} changed while it was read: run the same command again")
             with open(rows, "rb") as written, whole_file(record) as file:
                 sha256 = hashlib.file_digest(written, "sha256").hexdigest()
                 file.write(json.dumps({**outcome.record(), "sources": part.hashes(), "sha256": sha256}).encode())

@@ -59,7 +59,14 @@ class Samples:
     def documents(self) -> list[dict[str, Any]]:
         """The documents of this split in the order of their rows: id, tokens, rows, licence."""
         with open(self._documents, encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
+            try:
+                found = [json.loads(line) for line in file]
+                counted = sum(document["rows"] for document in found)
+            except (ValueError, LookupError, TypeError, RecursionError):
+                counted = -1
+        if counted != len(self):
+            raise ValueError(f"{self._documents} does not describe the {len(self):,} rows: prepare it again")
+        return found
 
     @cached_property
     def row_documents(self) -> np.ndarray:
@@ -90,18 +97,23 @@ class Samples:
             )
         return beside
 
+    def verify_rows(self) -> None:
+        """Read the rows once; ValueError if they are not those that were written."""
+        self._verify(self._rows, "sha256")
+
+    def _verify(self, path: Path, key: str) -> None:
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != self.manifest["splits"][self.split][key]:
+                raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest; prepare it again")
+
     def verify(self) -> None:
         """Read everything once; ValueError if a file is not what was written."""
-        facts = self.manifest["splits"][self.split]
-        for path, key in ((self._rows, "sha256"), (self._documents, "documents_sha256")):
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != facts[key]:
-                    raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest; prepare it again")
+        self.verify_rows()
+        self._verify(self._documents, "documents_sha256")
         largest = max(int(row.max()) for row in self._array)
         if largest >= self.vocab_size:
             raise ValueError(f"{self._rows} has the id {largest}, outside the vocabulary of {self.vocab_size}")
-        if len(self.row_documents) != len(self):
-            raise ValueError(f"{self._documents} speaks of {len(self.row_documents)} rows, there are {len(self)}")
+        self.documents  # noqa: B018 - which counts their rows
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -116,6 +128,12 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         sizes = [manifest["length"], *(facts["rows"] for facts in manifest["splits"].values())]
         sound = manifest["dtype"] in ("uint16", "uint32") and all(isinstance(size, int) and size > 0 for size in sizes)
         sound = sound and manifest["format"] == FORMAT
+        words = [manifest["tokenizer"]["name"], manifest["tokenizer"]["sha256"]]
+        words += [facts[key] for facts in manifest["splits"].values() for key in ("sha256", "documents_sha256")]
+        sound = sound and all(isinstance(word, str) for word in words)
+        sound = sound and isinstance(manifest["tokenizer"]["vocab_size"], int)
+        tables = [manifest["source"]["licences"], manifest["source"]["sha256"], manifest["skipped"], manifest["plan"]]
+        sound = sound and all(isinstance(table, dict) for table in tables)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:

@@ -51,6 +51,9 @@ class Part(Protocol):
     def hashes(self) -> dict[str, str]:
         """SHA-256 by name of the files that begin in this part."""
 
+    def touched(self) -> int:
+        """When its files were last written, moved or copied, in nanoseconds; 0 where they cannot change."""
+
 
 @dataclass(frozen=True)
 class ParquetRows:
@@ -70,6 +73,15 @@ class ParquetRows:
         return f"{self.file} group {self.group} rows {self.start} to {self.stop}"
 
     def documents(self) -> Iterator[Document]:  # noqa: D102
+        import pyarrow
+
+        try:
+            yield from self._rows()
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"{self.path} is damaged in row group {self.group}: {reason}") from None
+
+    def _rows(self) -> Iterator[Document]:
         import pyarrow.parquet as parquet
 
         # Buffered: a row group larger than memory is read a page at a time.
@@ -88,10 +100,17 @@ class ParquetRows:
         text = cells[self.text]
         if text.is_valid and text.as_buffer().size > LARGEST:
             return Document(place, _refuse("too large for one cell"))
-        return _from_record({name: cell.as_py() for name, cell in cells.items()}, self.text, place)
+        try:
+            record = {name: cell.as_py() for name, cell in cells.items()}
+        except UnicodeDecodeError:
+            return Document(place, _refuse("invalid UTF-8"))
+        return _from_record(record, self.text, place)
 
     def hashes(self) -> dict[str, str]:  # noqa: D102
         return {self.file: _sha256(self.path)} if self.group == self.start == 0 else {}
+
+    def touched(self) -> int:  # noqa: D102
+        return self.path.stat().st_ctime_ns
 
 
 @dataclass(frozen=True)
@@ -138,6 +157,9 @@ class JsonLines:
     def hashes(self) -> dict[str, str]:  # noqa: D102
         return {self.file: _sha256(self.path)} if self.start == 0 else {}
 
+    def touched(self) -> int:  # noqa: D102
+        return self.path.stat().st_ctime_ns
+
 
 @dataclass(frozen=True)
 class TextFiles:
@@ -166,6 +188,9 @@ class TextFiles:
             every.update(os.fsencode(file) + b"\0" + _sha256(self.root / file).encode())
         return {self.name: every.hexdigest()}
 
+    def touched(self) -> int:  # noqa: D102
+        return max((self.root / file).stat().st_ctime_ns for file in self.files)
+
 
 def _from_record(record: object, text: str, place: str) -> Document:
     if not isinstance(record, dict) or text not in record:
@@ -186,7 +211,10 @@ def _read_text(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with open(path, "rb") as file:
         while True:
-            block = file.read(1 << 20)
+            try:
+                block = file.read(1 << 20)
+            except OSError as error:
+                raise ValueError(f"{path} cannot be read: {error.strerror}") from None
             try:
                 yield decoder.decode(block, final=not block)
             except UnicodeDecodeError:

@@ -92,7 +92,7 @@ class HuggingFace:
             raise ValueError(f"no tokenizer {name!r}: {hint} ({wrong})")
         try:
             gguf = {"gguf_file": file} if name.endswith(".gguf") else {}
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, **gguf)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **gguf)
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"no tokenizer {name!r}: {hint} ({reason})") from None

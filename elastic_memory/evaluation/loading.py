@@ -1,7 +1,6 @@
 """Checkpoints from disk or the hub, and the tokenizers that belong to them."""
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,10 @@ from elastic_memory.data.places import missing_folder
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
+from elastic_memory.training.models import check_files, check_loaded, check_tensors
+from elastic_memory.training.strict import read_json
+
+BUILT_IN = (None, "eager", "sdpa")  # attention that transformers brings; other names may load code from the hub
 
 
 def load_model(path: str) -> Any:
@@ -22,10 +25,18 @@ def load_model(path: str) -> Any:
 
     A model that was saved with an attached memory gets it back.
     """
+    where, gguf = split_gguf(path)
+    if not gguf:
+        check_files(Path(where))
     config = load_config(path)
-    folder, gguf = split_gguf(path)
+    if not gguf:
+        check_tensors(Path(where), quantized=hasattr(config, "quantization_config"))
     with _missing(path):
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **gguf)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            where, config=config, output_loading_info=True, trust_remote_code=False, **gguf
+        )
+    model, info = loaded
+    check_loaded(path, info, foreign=config.model_type != "memory_llama" and not getattr(config, SAVED, None))
     if gguf:
         model.name_or_path = Path(path).name  # transformers names the folder only
     if getattr(config, SAVED, None):
@@ -37,7 +48,13 @@ def load_config(path: str) -> Any:
     """The configuration of such a model, which is soon there and says whether the model is."""
     folder, gguf = split_gguf(path)
     with _missing(path):
-        return AutoConfig.from_pretrained(folder, **gguf)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **gguf)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for kind in ("_attn_implementation", "_experts_implementation"):
+            wanted = getattr(part, kind, None)
+            if wanted not in BUILT_IN:
+                raise ValueError(f"{path} asks for {wanted!r}, code from elsewhere: remove {kind[1:]} from config.json")
+    return config
 
 
 def split_gguf(path: str) -> tuple[str, dict[str, str]]:
@@ -55,6 +72,12 @@ def _missing(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise FileNotFoundError(f"{path}: {str(error).splitlines()[0]}") from None
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(f"{path} needs code of its own to be loaded, which is never run here") from None
+    except (TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{path} has files that are not those of a model ({type(error).__name__}: {error})") from None
 
 
 def model_folder(path: str) -> str:
@@ -84,7 +107,10 @@ def check_tokenizer(path: str, tokenizer: Tokenizer, where: str) -> None:
     note = Path(model_folder(path)) / "training.json"
     if not note.exists():
         return
-    trained = json.loads(note.read_text())["tokenizer"]
+    content = read_json(note)
+    trained = content.get("tokenizer") if isinstance(content, dict) else None
+    if not isinstance(trained, str):
+        raise ValueError(f"{note} does not say which tokenizer the model was trained with: put it back as it was")
     if not tokenizer.known_as(trained):
         raise ValueError(
             f"{path} was trained with tokenizer {trained[:12]}, but {where} has {tokenizer.sha256[:12]}: use the "

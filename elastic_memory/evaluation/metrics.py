@@ -19,6 +19,8 @@ from elastic_memory.evaluation.reconstruction import reconstruction, spectrum
 from elastic_memory.evaluation.rows import Advance, Journal
 from elastic_memory.model.fingerprint import fingerprint
 
+DISTANCES = (1, 2, 4, 8, 16, 32, 64)  # blocks between what is said and what is asked in recall
+
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
@@ -117,15 +119,17 @@ def _longppl(task: Task, advance: Advance) -> Any:
 
 
 def _reconstruction(task: Task, advance: Advance) -> Any:
-    found = reconstruction(task.model, task.rows, task.orders or _orders(task.model))
-    advance(len(task.rows))
-    return found
+    return reconstruction(task.model, _counted(task.rows, advance), task.orders or _orders(task.model))
 
 
 def _spectrum(task: Task, advance: Advance) -> Any:
-    found = spectrum(task.model, task.rows)
-    advance(len(task.rows))
-    return found
+    return spectrum(task.model, _counted(task.rows, advance))
+
+
+def _counted(rows: Sequence[Any], advance: Advance) -> Any:
+    for row in rows:
+        yield row
+        advance(1)
 
 
 def _recall(task: Task, advance: Advance) -> Any:
@@ -134,11 +138,19 @@ def _recall(task: Task, advance: Advance) -> Any:
     for name in TASKS:
         if task.recall_steps:
             task.model.load_state_dict(weights)
-            learn(task.model, name, steps=task.recall_steps)
-        found += recall(task.model, name, [1, 2, 4, 8, 16, 32, 64])
-        advance(len(task.rows) // len(TASKS))
+            learn(task.model, name, steps=task.recall_steps, report=lambda step, loss: advance(1))
+        for distance in DISTANCES:
+            found += recall(task.model, name, [distance])
+            advance(1)
     task.model.load_state_dict(weights)
     return found
+
+
+def work(task: Task, metric: str) -> int:
+    """How many times a metric calls `advance`, each time by one."""
+    if metric == "recall":
+        return len(TASKS) * (task.recall_steps + len(DISTANCES))
+    return len(task.rows) * (len(task.protocols) if metric == "ppl" else 1)
 
 
 METRICS: dict[str, Callable[[Task, Advance], Any]] = {

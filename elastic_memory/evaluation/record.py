@@ -1,6 +1,8 @@
 """An evaluation as its user sees it: bars while it runs, and a record of everything the numbers depend on."""
 
 import dataclasses
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,35 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from elastic_memory.data import Samples
-from elastic_memory.evaluation.metrics import Task, evaluate
+from elastic_memory.evaluation.metrics import METRICS, Task, evaluate, work
 from elastic_memory.training.environment import environment
 from elastic_memory.training.files import write_json
 
 
 def with_progress(task: Task, metrics: Sequence[str]) -> dict[str, Any]:
-    """Each metric's result by name, with a bar for each on standard error."""
+    """Each metric's result by name; on standard error a bar for each, or in a log a line a minute."""
+    console = Console(stderr=True)
+    totals = {name: work(task, name) for name in metrics if name in METRICS}
+    if not console.is_terminal:
+        return evaluate(task, metrics, _Lines(totals))
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bars = {
-            name: progress.add_task(name, total=len(task.rows) * (len(task.protocols) if name == "ppl" else 1))
-            for name in metrics
-        }
+    with Progress(*columns, console=console) as progress:
+        bars = {name: progress.add_task(name, total=total) for name, total in totals.items()}
         return evaluate(task, metrics, lambda name, count: progress.advance(bars[name], count))
+
+
+class _Lines:
+    """Progress for a log."""
+
+    def __init__(self, totals: dict[str, int]) -> None:
+        self.totals, self.done = totals, dict.fromkeys(totals, 0)
+        self.told = time.monotonic()
+
+    def __call__(self, name: str, count: int) -> None:
+        self.done[name] += count
+        if time.monotonic() - self.told > 60:
+            self.told = time.monotonic()
+            print(f"{name}  {self.done[name]:,}/{self.totals[name]:,}", file=sys.stderr, flush=True)
 
 
 def write_record(out: Path, checkpoint: str, task: Task, rows: Samples | None, results: dict[str, Any]) -> None:

@@ -4,22 +4,44 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 import elastic_memory as em
 from elastic_memory.training.recipe import Recipe
+
+SIZES = {
+    "num_hidden_layers": 10_000, "hidden_size": 1_000_000, "intermediate_size": 10_000_000, "vocab_size": 100_000_000,
+    "num_attention_heads": 100_000, "num_key_value_heads": 100_000, "head_dim": 100_000, "block_size": 100_000_000,
+    "memory_order": 100_000, "memory_points": 100_000, "max_position_embeddings": 10**12,
+}  # fmt: skip
 
 
 def build_config(recipe: Recipe) -> Any:
     """The model's configuration; unknown or unfit fields are refused by the configuration itself."""
     model = recipe.model
     fields = dict(model.config)
+    for key in fields:
+        if key.startswith("_") or key.endswith("_implementation"):
+            raise ValueError(f"model.config.{key}: not a setting of the model; leave it out")
+        _check_size(f"model.config.{key}", fields[key], SIZES.get(key))
+    _check_size("model.memory_multiple", model.memory_multiple, 1000)
     if model.sampling is not None:
         fields["sampling"] = model.sampling
     if model.order_per_multiple is not None:
         fields["memory_order"] = model.order_per_multiple * model.memory_multiple
-    return em.MemoryLlamaConfig.preset(
-        model.preset, memory=model.memory, memory_multiple=model.memory_multiple, **fields
-    )
+    try:
+        config = em.MemoryLlamaConfig.preset(
+            model.preset, memory=model.memory, memory_multiple=model.memory_multiple, **fields
+        )
+    except (StrictDataclassError, ArithmeticError, AttributeError) as error:
+        raise ValueError(f"model.config: {str(error).strip().splitlines()[-1].strip()}") from None
+    _check_size("memory_order, which follows from memory_multiple", config.memory_order, SIZES["memory_order"])
+    return config
+
+
+def _check_size(key: str, value: Any, largest: int | None) -> None:
+    if largest and value is not None and not (type(value) is int and 1 <= value <= largest):
+        raise ValueError(f"{key}: {str(value)[:80]}, expected a whole number from 1 to {largest:,}")
 
 
 def build_model(recipe: Recipe) -> Any:

@@ -59,26 +59,27 @@ def saving(staged: Path) -> Iterator[Path]:
         raise
 
 
-def seal(staged: Path, checkpoints: Path, step: int) -> None:
+def seal(staged: Path, checkpoints: Path, run: str, step: int) -> None:
     """Add the manifest, force everything to the disk, and give the checkpoint its name."""
-    write_manifest(staged, step)
+    write_manifest(staged, run, step)
     if step in steps(checkpoints):  # a damaged one, passed over when the run was resumed
         discard(checkpoints, step)
     publish(staged, folder_of(checkpoints, step))
 
 
-def write_manifest(folder: Path, step: int) -> None:
-    """List the files of a folder with their sizes and sums."""
+def write_manifest(folder: Path, run: str, step: int, without: tuple[str, ...] = ()) -> None:
+    """List the files of a folder with their sizes and sums, and whose they are: of which run, after which step."""
     files = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
+        if path.is_file() and path.name not in (MANIFEST, *without)
     }
-    write_json(folder / MANIFEST, {"step": step, "files": files, "seal": _seal_of(step, files)})
+    content = {"run": run, "step": step, "files": files}
+    write_json(folder / MANIFEST, content | {"seal": _seal_of(content)})
 
 
-def _seal_of(step: int, files: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
+def _seal_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def sha256(path: Path) -> str:
@@ -87,16 +88,22 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(folder: Path) -> None:
-    """Raise `DamagedError` or `IncompleteError` unless the folder holds exactly what its manifest says."""
+def verify(folder: Path, run: str | None = None, step: int | None = None) -> dict[str, Any]:
+    """The manifest of a folder; `DamagedError` or `IncompleteError` unless all files are as it says.
+
+    With `run` and `step` it must also be the checkpoint of that run after that step.
+    """
     try:
         manifest = read_json(folder / MANIFEST)
-        sealed = manifest["seal"] == _seal_of(manifest["step"], manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        sealed = manifest.pop("seal") == _seal_of(manifest)
+        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder.name}/{MANIFEST} is missing or unreadable ({error})") from None
     if not sealed:
         raise DamagedError(f"{folder.name}/{MANIFEST} is not as it was written")
-    listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    for key, wanted in (("run", run), ("step", step)):
+        if wanted is not None and manifest.get(key) != wanted:
+            raise DamagedError(f"{folder.name} is the checkpoint of {key} {manifest.get(key)}, not of {wanted}")
     missing = [name for name in listed if not (folder / name).is_file()]
     if any(name.startswith(WEIGHTS) for name in missing):
         raise DamagedError(f"{folder.name}: {', '.join(missing)} missing")
@@ -107,10 +114,11 @@ def verify(folder: Path) -> None:
             raise DamagedError(f"{folder.name}/{name}: SHA-256 differs from the one written")
     if missing:
         raise IncompleteError(f"{folder.name}: {', '.join(missing)} missing")
+    return manifest
 
 
-def newest(checkpoints: Path, before: int | None = None, weights_only: bool = False) -> Found:
-    """The newest checkpoint that verifies (of a step below `before`), and why newer ones were passed over.
+def newest(checkpoints: Path, run: str | None = None, before: int | None = None, weights_only: bool = False) -> Found:
+    """The newest checkpoint of a run that verifies (of a step below `before`), and why newer ones were passed over.
 
     One whose training state was removed is not passed over: `IncompleteError` is raised unless `weights_only`.
     """
@@ -119,7 +127,7 @@ def newest(checkpoints: Path, before: int | None = None, weights_only: bool = Fa
         if before is not None and step >= before:
             continue
         try:
-            verify(folder_of(checkpoints, step))
+            verify(folder_of(checkpoints, step), run, step)
         except DamagedError as error:
             rejected[step] = str(error)
         except IncompleteError as error:
@@ -131,9 +139,9 @@ def newest(checkpoints: Path, before: int | None = None, weights_only: bool = Fa
     return Found(0, rejected)
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for step in steps(checkpoints)[:-keep]:
+def prune(checkpoints: Path, keep: int, saved: int) -> None:
+    """Remove all but the newest `keep` checkpoints up to the one just saved; later ones were passed over as damaged."""
+    for step in [step for step in steps(checkpoints) if step <= saved][:-keep]:
         discard(checkpoints, step)
 
 

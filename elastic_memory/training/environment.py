@@ -28,6 +28,7 @@ def machine(recipe: Recipe) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(0) if cuda else "cpu",
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "threads": None if cuda else torch.get_num_threads(),
+        "instructions": None if cuda else torch.backends.cpu.get_cpu_capability(),
         "micro_batch": execution.micro_batch,
         "compile": execution.compile,
         "gradient_checkpointing": execution.gradient_checkpointing,

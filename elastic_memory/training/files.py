@@ -22,10 +22,15 @@ def publish(staged: Path, final: Path) -> None:
     fsync(final.parent)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file's content at once."""
     with whole_file(path) as file:
-        file.write(text.encode())
+        file.write(content)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's content by text, at once."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, content: Any) -> None:

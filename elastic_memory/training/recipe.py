@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,16 @@ from elastic_memory.common.names import suggest
 from elastic_memory.training.strict import read_yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"  # recipes that come with the package
+TINY, BELOW_ONE = 1e-30, 1 - 1e-9
+RANGES: dict[str, tuple[float, float]] = {
+    "training.tokens": (1, 10**15), "training.length": (1, 10**9), "training.batch_tokens": (1, 10**11),
+    "training.learning_rate": (TINY, 100), "training.beta1": (0, BELOW_ONE), "training.beta2": (0, BELOW_ONE),
+    "training.epsilon": (TINY, 1), "training.weight_decay": (0, 1000), "training.gate_lr_scale": (0, 10**6),
+    "training.clip": (TINY, 10**9), "training.warmup": (0, BELOW_ONE), "training.seed": (0, 2**32 - 1),
+    "stability.sigmas": (TINY, 10**6), "stability.window": (1, 10**6), "stability.patience": (1, 10**6),
+    "stability.restarts": (0, 10**6), "execution.micro_batch": (1, 10**6), "execution.save_every": (1, 10**12),
+    "execution.keep": (1, 10**6),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,19 +118,22 @@ class Recipe:
     execution: Execution = field(default_factory=Execution)
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", self.name):
+            raise ValueError(
+                f"name: {self.name[:120]!r}, which names a folder: up to 100 letters, digits and . _ + -, a letter or "
+                "digit first"
+            )
+        for key, (least, most) in RANGES.items():
+            section, name = key.split(".")
+            value = getattr(getattr(self, section), name)
+            if not least <= value <= most:
+                bounds = f"{'above 0' if least == TINY else least} to {'below 1' if most == BELOW_ONE else f'{most:,}'}"
+                raise ValueError(f"{key}: {value:,}, expected {bounds}")
         training = self.training
-        for key in ("tokens", "length", "batch_tokens", "learning_rate", "clip"):
-            if getattr(training, key) <= 0:
-                raise ValueError(f"training.{key}: {getattr(training, key)}, must be above 0")
         if training.batch_tokens % training.length:
             raise ValueError(
                 f"training.batch_tokens: {training.batch_tokens:,}, no multiple of training.length {training.length:,}"
             )
-        if not 0 <= training.warmup < 1:
-            raise ValueError(f"training.warmup: {training.warmup}, a share of all steps in [0, 1)")
-        for key in ("micro_batch", "save_every", "keep"):
-            if getattr(self.execution, key) < 1:
-                raise ValueError(f"execution.{key}: {getattr(self.execution, key)}, at least 1")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, every default written out."""

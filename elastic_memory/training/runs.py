@@ -7,9 +7,6 @@ RUNS/small-elastic-1a2b3c4d5e/
   result.json    the run in one small file
 """
 
-import contextlib
-import json
-import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,10 +15,10 @@ import yaml
 from safetensors import SafetensorError
 
 from elastic_memory.data.folders import fsync
-from elastic_memory.training import checkpoints
+from elastic_memory.training import checkpoints, logs
 from elastic_memory.training.files import write_json, write_text
 from elastic_memory.training.recipe import Recipe
-from elastic_memory.training.strict import parse_json, read_json
+from elastic_memory.training.strict import read_json
 
 
 class StoppedError(RuntimeError):
@@ -33,6 +30,7 @@ class Run:
 
     def __init__(self, out: Path, recipe: Recipe, data: str) -> None:
         self.recipe, self.data = recipe, data
+        self.digest = recipe.digest(data)
         self.folder = out / f"{recipe.name}-{recipe.digest(data)}"
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"
@@ -60,19 +58,23 @@ class Run:
         write_text(self.folder / "recipe.yaml", recipe)
         write_json(self.folder / "run.json", {"data": self.data, **facts})
 
-    def mend(self) -> None:
-        """Put an end to a line that a crash left open, so that the next one stands by itself."""
-        if self.events.exists() and not self.events.read_bytes().endswith(b"\n"):
-            with self.events.open("a", encoding="utf-8") as file:
-                file.write("\n")
+    def check(self, step: int) -> None:
+        """Refuse to go on after `step` unless the events, and the metrics up to there, are all as they were written."""
+        logs.read(self.events)
+        measured = logs.read(self.metrics, step)
+        for number, line in enumerate(measured, 1):
+            if line["step"] != number:
+                raise ValueError(f"{self.metrics} line {number} is of step {line['step']}: put the file back as it was")
+        if len(measured) < step:
+            raise ValueError(f"{self.metrics} ends after step {len(measured)}, the checkpoint is of step {step}")
 
     def facts(self) -> dict[str, Any]:
         """What `begin` recorded."""
-        return read_json(self.folder / "run.json")
+        return run_facts(self.folder)
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one step's metrics."""
-        _append(self.metrics, line)
+        logs.append(self.metrics, line)
 
     def flush(self) -> None:
         """Force the metrics to the disk: a checkpoint must not be there before the metrics that led to it."""
@@ -81,12 +83,11 @@ class Run:
 
     def rewind(self, step: int) -> None:
         """Drop the metrics after `step`: these steps will be taken again."""
-        kept = [line for line in self.measured() if line["step"] <= step]
-        write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        logs.cut(self.metrics, step)
 
     def measured(self) -> list[dict[str, Any]]:
         """The metrics of all steps so far."""
-        return _lines(self.metrics)
+        return logs.read(self.metrics)
 
     def unwritten(self, what: str, error: Exception) -> StoppedError:
         """Why the run ends when something of it cannot be written, and where it then stands."""
@@ -100,31 +101,20 @@ class Run:
 
     def event(self, event: str, **details: Any) -> None:
         """Append to the history of the run, and force it to the disk."""
-        _append(self.events, {"event": event, "time": now(), **details})
+        logs.append(self.events, {"event": event, "time": now(), **details})
         fsync(self.events)
 
     def history(self, event: str) -> list[dict[str, Any]]:
         """All events of one kind, oldest first."""
-        return [line for line in _lines(self.events) if line["event"] == event]
+        return [line for line in logs.read(self.events) if line["event"] == event]
 
 
-def _append(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({key: plain(value) for key, value in line.items()}, allow_nan=False) + "\n")
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; one that a power cut tore apart is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            lines.append(parse_json(text, path.name))
-    return lines
-
-
-def plain(value: Any) -> Any:
-    """JSON has no NaN: non-finite numbers become the words that `float` reads back."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def run_facts(folder: Path) -> dict[str, Any]:
+    """The content of a run's run.json, which is a mapping that names a machine."""
+    facts = read_json(folder / "run.json")
+    if not isinstance(facts, dict) or not isinstance(facts.get("machine"), dict):
+        raise ValueError(f"{folder / 'run.json'} is not the record of a run: put it back as it was")
+    return facts
 
 
 def now() -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import should_reduce_batch_size
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 
 from elastic_memory.data import Samples, samples
 from elastic_memory.data.folders import locked
-from elastic_memory.training import checkpoints
+from elastic_memory.training import checkpoints, limits, logs
 from elastic_memory.training.build import build_model, count_parameters
 from elastic_memory.training.callbacks import console
 from elastic_memory.training.card import model_card
@@ -27,11 +26,12 @@ from elastic_memory.training.corpus import data_hash, fit, tokenizer_sha256
 from elastic_memory.training.environment import environment, is_main, machine, peak_memory
 from elastic_memory.training.files import publish, write_json, write_text
 from elastic_memory.training.interrupts import Interrupts
+from elastic_memory.training.models import seal_model
 from elastic_memory.training.order import Schedule
 from elastic_memory.training.recipe import Recipe
-from elastic_memory.training.runs import Run, StoppedError, differences
+from elastic_memory.training.runs import Run, StoppedError, differences, run_facts
 from elastic_memory.training.spikes import Restart, UnstableError, Watch
-from elastic_memory.training.strict import read_json
+from elastic_memory.training.strict import read_json, read_yaml
 from elastic_memory.training.trainer import MemoryTrainer, repair_for_weights_only
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's share of it, or what one file may hold
@@ -60,12 +60,16 @@ def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | No
     if run.finished:
         tell(f"{run.folder.name} is finished: its model is in {run.model}")
         return read_json(run.result)
+    limits.check(recipe)
     interrupts = Interrupts()
     session = Session(run, rows, resume or Resume(), interrupts)
     try:
         session.open()  # before there is something to save, a signal may end the process as it always does
         with interrupts:
             return session.train()
+    except ValueError:
+        session.forget()
+        raise
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -89,6 +93,7 @@ class Session:
         most = training.corpus_tokens and training.corpus_tokens // training.length
         self.schedule = Schedule(rows, training.steps * training.batch, training.seed, most)
         self.held = ExitStack()
+        self.fresh = False  # whether this session made the run's folder
         if training.precision == "bf16":
             # what autocast leaves in float32, the memories' states, may use the tensor cores too
             self.held.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -103,6 +108,7 @@ class Session:
 
     def _take(self) -> None:
         run, here = self.run, machine(self.run.recipe)
+        self.rows.verify_rows()
         if run.exists and not self.resume.allowed:
             last = (checkpoints.steps(run.checkpoints) or [0])[-1]
             raise ValueError(
@@ -110,7 +116,8 @@ class Session:
                 "add --resume to go on, or remove the folder to start again"
             )
         if self.resume.allowed and not self.resume.or_start and not run.exists:
-            self._refuse_other_recipe()
+            self._refuse_to_start()
+        self.fresh = not run.folder.exists()
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         self.held.enter_context(locked(run.checkpoints / "lock"))
         if run.exists:
@@ -120,20 +127,23 @@ class Session:
                     f"{run.folder.name} was begun elsewhere ({'; '.join(changed)}): the samples would be the same, the "
                     "rounding not; add --new-machine to go on"
                 )
+        logs.mend(run.events)
+        run.check(0)
         checkpoints.sweep(run.checkpoints)
-        run.mend()
         tokenizer = tokenizer_sha256(self.rows)
         facts = {"tokenizer": tokenizer, "sample_order": self.schedule.digest, "machine": here, **environment()}
         run.begin(facts)
 
-    def _refuse_other_recipe(self) -> None:
+    def _refuse_to_start(self) -> None:
         """A run of this name that is not finished and differs is probably the one meant: show in what."""
         run = self.run
         for folder in sorted(run.folder.parent.glob(f"{run.recipe.name}-*")):
             if not (folder / "run.json").exists() or (folder / "result.json").exists():
                 continue
-            facts = read_json(folder / "run.json")
-            old = yaml.safe_load((folder / "recipe.yaml").read_text())
+            facts = run_facts(folder)
+            old = read_yaml((folder / "recipe.yaml").read_text(errors="replace"), str(folder / "recipe.yaml"))
+            if not isinstance(old, dict):
+                raise ValueError(f"{folder / 'recipe.yaml'} is not a recipe: put it back as it was")
             now = {"data": run.data, "tokenizer": tokenizer_sha256(self.rows)}
             old |= {name: facts.get(name, value) for name, value in now.items()}
             new = run.recipe.to_dict() | now
@@ -142,6 +152,10 @@ class Session:
                 f"nothing to resume: this is not what {folder.name} trains ({'; '.join(changed)}). "
                 "Undo the change to resume it, or leave out --resume to begin a new run (--requeue never asks)"
             )
+        raise ValueError(
+            f"nothing to resume in {run.folder.parent}: no run of {run.recipe.name} was begun there. Name the folder "
+            "that has it (--out), or leave out --resume to begin (--requeue does whichever fits)"
+        )
 
     def train(self) -> dict[str, Any]:
         """Attempt after attempt, until the last step."""
@@ -178,12 +192,13 @@ class Session:
         if is_main():
             run = self.run
             try:
-                found = checkpoints.newest(run.checkpoints, weights_only=self.resume.weights_only)
+                found = checkpoints.newest(run.checkpoints, run.digest, weights_only=self.resume.weights_only)
             except checkpoints.IncompleteError as error:
                 raise ValueError(
                     f"{error}: training cannot go on exactly. Add --weights-only to go on from the weights with "
                     "a fresh optimizer, or remove that checkpoint to fall back to the one before it"
                 ) from None
+            run.check(found.step)
             for why in found.rejected.values():
                 tell(f"passed over a damaged checkpoint: {why}")
                 run.event("passed over", reason=why)
@@ -194,7 +209,7 @@ class Session:
                 )
             step = [found.step]
             if found.lacks:
-                repair_for_weights_only(checkpoints.folder_of(run.checkpoints, found.step), found.step, run.recipe)
+                repair_for_weights_only(checkpoints.folder_of(run.checkpoints, found.step), found.step, run)
                 run.event("weights only", step=found.step, reason=found.lacks)
             run.rewind(found.step)
             tell(f"{run.folder.name}: " + (f"going on after step {found.step}" if found.step else "starting"))
@@ -224,7 +239,7 @@ class Session:
             )
         if is_main():
             bad = [line for line in run.measured() if line["step"] >= error.first]
-            back_to = checkpoints.newest(run.checkpoints, before=error.first).step
+            back_to = checkpoints.newest(run.checkpoints, run.digest, before=error.first).step
             for later in checkpoints.steps(run.checkpoints):
                 if later > back_to:
                     checkpoints.discard(run.checkpoints, later)
@@ -278,6 +293,7 @@ class Session:
                 shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
                 write_json(staged / "training.json", result)
                 write_text(staged / "README.md", model_card(run.recipe, result))
+                seal_model(staged, run.digest, result["steps"])
                 shutil.rmtree(run.model, ignore_errors=True)
                 publish(staged, run.model)
         except (OSError, SafetensorError) as error:
@@ -310,6 +326,11 @@ class Session:
             **environment(),
             "recipe": run.recipe.to_dict(),
         }
+
+    def forget(self) -> None:
+        """Remove the folder of a run that was refused before its first step, so that the next try finds none."""
+        if self.fresh and not checkpoints.steps(self.run.checkpoints) and not self.run.measured():
+            shutil.rmtree(self.run.folder)
 
     def close(self) -> None:
         """Undo what the session changed in this process, and free the folder."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
@@ -229,8 +230,10 @@ class MemoryTrainer(Trainer):
         return str(self.run.checkpoints / checkpoints.STAGING)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Let Trainer write into a hidden folder, then seal it and give it its name."""
+        """Let Trainer write into a hidden folder, then seal it and give it its name; weights must be finite."""
         step = self.state.global_step
+        if not self._finite():
+            raise UnstableError(step, f"the weights after step {step} are not finite")
         try:
             with checkpoints.saving(self.run.checkpoints / checkpoints.STAGING) as staged:
                 super()._save_checkpoint(model, trial)
@@ -240,22 +243,28 @@ class MemoryTrainer(Trainer):
                     # a pickle nobody needs: recipe.yaml says it all
                     (folder / "training_args.bin").unlink(missing_ok=True)
                     self.run.flush()
-                    checkpoints.seal(folder, self.run.checkpoints, step)
-                    checkpoints.prune(self.run.checkpoints, self.run.recipe.execution.keep)
+                    checkpoints.seal(folder, self.run.checkpoints, self.run.digest, step)
+                    checkpoints.prune(self.run.checkpoints, self.run.recipe.execution.keep, saved=step)
         except (OSError, SafetensorError, RuntimeError) as error:
             raise self.run.unwritten(f"the checkpoint of step {step}", error) from error
         self.accelerator.wait_for_everyone()
+
+    def _finite(self) -> bool:
+        """Whether all weights are finite, on all devices."""
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in self.network.parameters()]
+        strange = torch.stack([(~torch.isfinite(part)).any() for part in parts]).any()
+        return not self.accelerator.reduce(strange.float(), "sum").item()
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def repair_for_weights_only(folder: Path, step: int, recipe: Recipe) -> None:
+def repair_for_weights_only(folder: Path, step: int, run: Run) -> None:
     """Make a checkpoint whose training state was removed resumable: same weights and step, a fresh optimizer."""
     if not (folder / checkpoints.TRAINER_STATE).exists():
         callbacks: Any = [TrainerControl()]  # which Trainer also keeps its own state in
-        size = recipe.execution.micro_batch
+        size = run.recipe.execution.micro_batch
         state = TrainerState(global_step=step, logging_steps=1, train_batch_size=size, stateful_callbacks=callbacks)
         state.save_to_json(str(folder / checkpoints.TRAINER_STATE))
-    checkpoints.write_manifest(folder, step)
+    checkpoints.write_manifest(folder, run.digest, step)

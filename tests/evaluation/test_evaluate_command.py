@@ -1,7 +1,9 @@
 """`elastic evaluate` from a prepared folder and a checkpoint to JSON, a table, and one-line errors."""
 
 import json
+import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from elastic_memory import cli
 from elastic_memory.data import prepare, samples
 from elastic_memory.evaluation import corrupted, perplexity
 from elastic_memory.evaluation.loading import load_model
+from elastic_memory.evaluation.longppl import Settings
 from elastic_memory.evaluation.rows import Journal, Spread
 from tests.evaluation.conftest import TEXT, byte_level_bpe, llama, model_with
 
@@ -167,3 +170,71 @@ def test_bench_prints_ratios_to_transformer_plus_plus(elastic, tmp_path):
     written = json.loads((tmp_path / "bench.json").read_text())
     assert [row["name"] for row in written["results"]] == ["none", "elastic"]
     assert written["results"][0]["training_ratio"] == 1.0 and "1.00" in shown
+
+
+@pytest.mark.parametrize(
+    ("block", "metrics"),
+    [
+        (8, ["--protocol", "P0", "--protocol", "P4"]),
+        (8, ["--metric", "reconstruction", "--reconstruct", 4]),
+        (32, ["--metric", "recall", "--recall-steps", 1]),
+    ],
+)
+def test_numbers_are_whole_in_80_columns(place, elastic, monkeypatch, tmp_path, block, metrics):
+    model_with(vocab_size=400, block_size=block, memory_layers=[0, 1]).save_pretrained(tmp_path / "model")
+    wide = elastic("evaluate", tmp_path, "--data", place / "rows", "--limit", 2, *metrics)[1]
+    real = monkeypatch.setenv
+    monkeypatch.setattr(monkeypatch, "setenv", lambda name, value: real(name, "80"))
+    code, narrow, error = elastic("evaluate", tmp_path, "--data", place / "rows", "--limit", 2, *metrics)
+    assert code == 0, error
+    assert "…" not in narrow and "..." not in narrow.replace(" ...", "")
+    assert set(wide.split()) - set(narrow.split()) <= {word for word in wide.split() if set(word) <= set("─╴╶")}
+
+
+@pytest.mark.parametrize("metric", ["ppl", "longppl", "reconstruction", "spectrum", "recall"])
+def test_every_metric_tells_how_far_it_is(place, metric):
+    from elastic_memory.evaluation.metrics import Task, evaluate, work
+
+    told = []
+    task = Task(
+        model=load_model(str(place / "elastic")),
+        rows=rows_of_place(place, 3),
+        tokenizer=samples(place / "rows", "test").tokenizer(),
+        reference=str(place / "full"),
+        settings=Settings.scaled(128),
+        orders=[4],
+        recall_steps=2,
+    )
+    evaluate(task, [metric], lambda name, count: told.append((name, count)))
+    assert sum(count for _, count in told) == work(task, metric)
+    assert len(told) > 2
+
+
+def test_a_log_gets_a_line_a_minute(place, elastic, monkeypatch):
+    from elastic_memory.evaluation import record
+
+    clock = iter(range(0, 10_000, 45))
+    monkeypatch.setattr(record, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    code, _, said = elastic("evaluate", place / "elastic", "--data", place / "rows", "--limit", 6)
+    assert code == 0
+    told = [line for line in said.splitlines() if line.startswith("ppl")]
+    assert len(told) == 3 and all(line.endswith("/6") for line in told), "every second time, 90 seconds"
+
+
+def test_rows_of_another_vocabulary_are_refused(place, elastic, tmp_path):
+    shares = (0.0, 0.0, 1.0)
+    prepare([str(place / "text")], tmp_path / "bytes", tokenizer="bytes", length=128, shares=shares)
+    code, _, error = elastic("evaluate", place / "other", "--data", tmp_path / "bytes")
+    assert code == 2 and "has another tokenizer" in error
+    llama(32_000).save_pretrained(tmp_path / "large")
+    code, _, error = elastic("evaluate", tmp_path / "large", "--data", tmp_path / "bytes")
+    assert code == 2 and "has a vocabulary of 256 (bytes)" in error and "of 32,000" in error
+
+
+def test_rows_that_were_changed_are_not_scored(place, elastic, tmp_path):
+    shutil.copytree(place / "rows", tmp_path / "rows")
+    content = bytearray((tmp_path / "rows" / "test.bin").read_bytes())
+    content[0] ^= 1
+    (tmp_path / "rows" / "test.bin").write_bytes(content)
+    code, _, error = elastic("evaluate", place / "elastic", "--data", tmp_path / "rows")
+    assert code == 2 and "test.bin is damaged" in error

@@ -69,3 +69,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def same_weights(one: Path, other: Path) -> bool:
     first, second = weights(one), weights(other)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture
+def stopped_at_8(quick, corpus, tmp_path, disturb):
+    """A run that died in step 9, with checkpoints of steps 4 and 8."""
+
+    def crash(model, out):
+        raise KeyError
+
+    disturb([17], crash)
+    with pytest.raises(KeyError):
+        session.train(quick, corpus, tmp_path)
+    (run,) = tmp_path.glob("*-*")
+    return run

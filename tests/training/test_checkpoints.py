@@ -1,9 +1,13 @@
 import json
+import os
+import shutil
+import sys
 
 import pytest
 
 from elastic_memory.training import checkpoints
 from elastic_memory.training.checkpoints import DamagedError, IncompleteError, folder_of
+from elastic_memory.training.files import write_json
 
 
 @pytest.fixture
@@ -14,7 +18,7 @@ def folder(tmp_path):
         staged.mkdir()
         for name in ("model.safetensors", "optimizer.pt", "rng_state.pth"):
             (staged / name).write_bytes(f"{name} at step {step}".encode() * 50)
-        checkpoints.seal(staged, tmp_path, step)
+        checkpoints.seal(staged, tmp_path, "a-run", step)
     return tmp_path
 
 
@@ -75,5 +79,99 @@ def test_a_failed_save_leaves_nothing_and_a_sweep_removes_what_a_crash_left(fold
 
 
 def test_pruning_keeps_the_newest(folder):
-    checkpoints.prune(folder, keep=2)
+    checkpoints.prune(folder, keep=2, saved=30)
     assert checkpoints.steps(folder) == [20, 30]
+
+
+def test_pruning_never_removes_what_was_just_saved(folder):
+    """Step 15 was saved by a signal after a resume from step 10: 20 and 30 were passed over as damaged."""
+    staged = folder / checkpoints.STAGING
+    staged.mkdir()
+    (staged / "model.safetensors").write_bytes(b"weights")
+    checkpoints.seal(staged, folder, "a-run", 15)
+    checkpoints.prune(folder, keep=1, saved=15)
+    assert checkpoints.steps(folder) == [15, 20, 30]
+
+
+def test_a_checkpoint_of_another_run_or_step_is_passed_over(folder):
+    found = checkpoints.newest(folder, "another-run")
+    assert found.step == 0
+    assert found.rejected[30] == "step-00000030 is the checkpoint of run a-run, not of another-run"
+    folder_of(folder, 10).rename(folder_of(folder, 40))
+    found = checkpoints.newest(folder, "a-run")
+    assert found.step == 30
+    assert found.rejected == {40: "step-00000040 is the checkpoint of step 10, not of 40"}
+
+
+def killed_at(operation, action):
+    """Run an action in a process that dies right before its n-th file operation; True if it got to its end."""
+    pid = os.fork()
+    if pid == 0:
+        left = [operation]
+
+        def count(event, _):
+            if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"):
+                left[0] -= 1
+                if left[0] == 0:
+                    os._exit(9)
+
+        sys.addaudithook(count)
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_killed_before_any_file_operation_a_checkpoint_is_whole_or_absent(folder):
+    """Whole by its files, not by what `verify` says of them; and one that was there before stays, until pruned."""
+    before = {step: content(folder_of(folder, step)) for step in (10, 20, 30)}
+    files = {name: b"new " + data for name, data in before[30].items() if name != checkpoints.MANIFEST}
+
+    def save():
+        checkpoints.seal(folder / checkpoints.STAGING, folder, "a-run", 40)
+        checkpoints.prune(folder, keep=2, saved=40)
+
+    for operation in range(1, 1000):
+        checkpoints.sweep(folder)
+        for step in checkpoints.steps(folder):
+            shutil.rmtree(folder_of(folder, step))
+        for step, old in before.items():
+            folder_of(folder, step).mkdir()
+            for name, data in old.items():
+                (folder_of(folder, step) / name).write_bytes(data)
+        (folder / checkpoints.STAGING).mkdir()
+        for name, data in files.items():
+            (folder / checkpoints.STAGING / name).write_bytes(data)
+        finished = killed_at(operation, save)
+        there = checkpoints.steps(folder)
+        assert there in ([10, 20, 30], [10, 20, 30, 40], [20, 30, 40], [30, 40])
+        for step in there:
+            found = content(folder_of(folder, step))
+            manifest = found.pop(checkpoints.MANIFEST)
+            assert (
+                (found == files and manifest)
+                if step == 40
+                else found | {checkpoints.MANIFEST: manifest} == before[step]
+            )
+        if finished:
+            assert there == [30, 40]
+            assert operation > 10
+            return
+    raise AssertionError("it never came to its end")
+
+
+def test_killed_before_any_file_operation_a_file_is_the_old_or_the_new_one(tmp_path):
+    path = tmp_path / "run.json"
+    for operation in range(1, 100):
+        write_json(path, {"content": "old"})
+        finished = killed_at(operation, lambda: write_json(path, {"content": "new"}))
+        assert json.loads(path.read_text())["content"] in ("old", "new")
+        if finished:
+            assert json.loads(path.read_text()) == {"content": "new"}
+            return
+    raise AssertionError("it never came to its end")

@@ -64,7 +64,7 @@ def kill_and_resume(recipe, corpus, out, kills, inside, seed):
 
     for number in range(kills):
         before, early = starts(), draw.random() < 0.2  # early: before the first step, at its build or its search
-        pid = child(lambda: train(recipe, corpus, out, Resume(allowed=True)))
+        pid = child(lambda: train(recipe, corpus, out, Resume(allowed=True, or_start=True)))
         while not (early and number >= inside) and not (starts() > before and (number >= inside or saving())):
             assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it finished before all kills were spent"
             time.sleep(0.0005)
@@ -72,7 +72,7 @@ def kill_and_resume(recipe, corpus, out, kills, inside, seed):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         hit += number < inside and saving()
-    assert exit_code(child(lambda: train(recipe, corpus, out, Resume(allowed=True)))) == 0
+    assert exit_code(child(lambda: train(recipe, corpus, out, Resume(allowed=True, or_start=True)))) == 0
     return hit
 
 

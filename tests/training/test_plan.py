@@ -5,6 +5,7 @@ import pytest
 from elastic_memory.training.build import build_config, count_parameters, flops_per_token, peak_flops
 from elastic_memory.training.plan import make_plan, measurements
 from elastic_memory.training.recipe import load_recipe, variants
+from tests.test_cli import call
 
 from .conftest import RECIPES
 
@@ -47,3 +48,13 @@ def test_time_and_cost_follow_from_what_was_measured(tmp_path):
     assert max(work) == pytest.approx(min(work)), "a larger model is slower in proportion to its work"
     assert make_plan(load_recipe(RECIPES / "paper" / "melodi.yaml"), [measured], 8, 2.5).hours is None
     assert plans[0].gigabytes == pytest.approx((16 * 97_707_600 + 65536 * 12 * 2 * (8 * 720 + 3 * 1920)) / 1e9)
+
+
+def test_unknown_costs_are_not_summed_to_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "150")
+    (tmp_path / "none").mkdir()
+    recipe = str(RECIPES / "smoke" / "elastic.yaml")
+    code, shown, _ = call(monkeypatch, capsys, "train", recipe, "--plan", "--measured", str(tmp_path / "none"))
+    assert code == 0
+    (total,) = [line for line in shown.splitlines() if " all 1 " in line]
+    assert total.count("?") == 2 and " 0 " not in total

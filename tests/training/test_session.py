@@ -1,11 +1,14 @@
 """Whole runs of twelve steps in this process: what a run leaves behind, and how it survives."""
 
+import gc
 import json
 import math
 import os
 import shutil
 import signal
+import threading
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -125,19 +128,6 @@ def test_signals_save_and_exit_and_the_rest_follows_exactly(
     train(quick, corpus, tmp_path, GO_ON)
     assert same_weights(run, undisturbed)
     assert [line["step"] for line in lines(run)] == list(range(1, 13))
-
-
-@pytest.fixture
-def stopped_at_8(quick, corpus, tmp_path, disturb):
-    """A run that died in step 9, with checkpoints of steps 4 and 8."""
-
-    def crash(model, out):
-        raise KeyError
-
-    disturb([17], crash)
-    with pytest.raises(KeyError):
-        train(quick, corpus, tmp_path)
-    return only_run(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
@@ -369,3 +359,22 @@ def test_a_finished_run_is_left_alone(quick, corpus, undisturbed, capsys):
     assert train(quick, corpus, undisturbed.parent)["steps"] == 12
     assert "is finished" in capsys.readouterr().err
     assert (undisturbed / "result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.faults
+def test_a_long_run_does_not_grow(quick, corpus, tmp_path, monkeypatch):
+    """Files, threads and memory after eighty steps are those after forty: what holds for hours."""
+    seen, save = {}, checkpoints.prune
+
+    def count(folder, keep, saved):
+        save(folder, keep, saved)
+        gc.collect()
+        seen[saved] = (len(os.listdir("/proc/self/fd")), threading.active_count(), tracemalloc.get_traced_memory()[0])
+
+    monkeypatch.setattr(checkpoints, "prune", count)
+    tracemalloc.start()
+    train(quick.replace(**{"training.tokens": 512 * 80}), corpus, tmp_path)
+    tracemalloc.stop()
+    assert seen[80][:2] == seen[40][:2]
+    assert seen[80][2] - seen[40][2] < 40 * 1024, "a batch of four rows has 4 KiB"
+    assert len(list((only_run(tmp_path) / "checkpoints").glob("step-*"))) == 2

@@ -1,0 +1,63 @@
+"""Whether a run can take place here, asked before a file is written or memory is taken."""
+
+import os
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+import elastic_memory as em
+from elastic_memory.training.build import build_config
+from elastic_memory.training.recipe import Recipe
+
+MOST_SAMPLES = 200_000_000  # their order is one list
+STATE = 16  # bytes of float32 weights, gradients and two moments
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse too many samples, a model that cannot be built or does not fit, and reports to what is not installed."""
+    installed = get_available_reporting_integrations()
+    for name in recipe.execution.report_to:
+        if name not in installed:
+            known = ", ".join(installed) or "none"
+            raise ValueError(f"execution.report_to: {name!r} is not installed; installed here: {known}")
+    training = recipe.training
+    if training.steps * training.batch > MOST_SAMPLES:
+        raise ValueError(
+            f"training.tokens: {training.tokens:,} are {training.steps * training.batch:,} samples of "
+            f"{training.length:,} tokens, at most {MOST_SAMPLES:,} can be put in order: make samples longer"
+        )
+    config = build_config(recipe)
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"model: {config.num_attention_heads} heads do not divide by num_key_value_heads "
+            f"{config.num_key_value_heads}"
+        )
+    _fits(config, recipe.execution.device)
+    try:
+        with torch.device("meta"):
+            em.MemoryLlamaForCausalLM(config)
+    except (LookupError, TypeError, AttributeError, AssertionError, RuntimeError, StrictDataclassError) as error:
+        raise ValueError(f"model: it cannot be built ({type(error).__name__}: {_first_line(error)})") from None
+
+
+def _fits(config: Any, device: str) -> None:
+    """Compare what weights and optimizer need with what all devices have, by arithmetic alone."""
+    width = config.num_attention_heads * config.head_dim
+    layer = config.hidden_size * (2 * width + 3 * config.intermediate_size)
+    needed = STATE * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
+    if torch.cuda.is_available() and device != "cpu":
+        each = torch.cuda.get_device_properties(0).total_memory
+    else:
+        each = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = each * int(os.environ.get("WORLD_SIZE", "1"))
+    if needed > there:
+        raise ValueError(
+            f"model: weights and optimizer need {needed / 1e9:,.0f} GB or more, there are {there / 1e9:,.0f}: choose a "
+            "smaller model or more devices"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]

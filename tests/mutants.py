@@ -1,0 +1,194 @@
+"""Break each line that guards something, one at a time, and expect a red test: `make mutants`, or with words to choose.
+
+A mutant that survives is a guard that no test guards. `tests/test_mutants.py` keeps the list in step with the code.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutant(NamedTuple):
+    file: str
+    tests: str
+    old: str
+    new: str
+    only: str  # pytest's -k
+
+
+# File and its tests: what stands there once, what instead, and which of the tests must fail.
+GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("elastic_memory/training/checkpoints.py", "tests/training/test_checkpoints.py"): [
+        ("sha256(folder / name) != digest", "False", ""),
+        ("if not sealed:", "if False:", ""),
+        ("manifest.get(key) != wanted", "False", "another_run"),
+        ("if step <= saved]", "]", "just_saved"),
+        ("folder_of(checkpoints, step).rename(doomed)", "doomed = folder_of(checkpoints, step)", "killed"),
+    ],
+    ("elastic_memory/training/files.py", "tests/training/test_checkpoints.py"): [
+        ("os.replace(staged, final)", "__import__('shutil').copytree(staged, final)", "killed"),
+    ],
+    ("elastic_memory/data/folders.py", "tests/training/test_checkpoints.py"): [
+        (
+            'temporary = path.with_name(f"{path.name}.tmp")\n    temporary.unlink(missing_ok=True)',
+            "temporary = path\n    temporary.unlink(missing_ok=True)",
+            "killed",
+        ),
+    ],
+    ("elastic_memory/data/folders.py", "tests/test_bad_inputs.py"): [
+        ("not path.is_file():", "False:", "pipe or rows"),
+    ],
+    ("elastic_memory/training/logs.py", "tests/training/test_resume.py"): [
+        ("if not _is_whole(text):", "if False:", "flipped_bit"),
+        ("(rest, rest[:-1])", "(rest,)", "damaged_end"),
+        ("if rest:", "if False:", "cut_off"),
+    ],
+    ("elastic_memory/training/runs.py", "tests/training/test_resume.py"): [
+        ('line["step"] != number', "False", "missing_from"),
+    ],
+    ("elastic_memory/training/session.py", "tests/training/test_resume.py"): [
+        ("self.rows.verify_rows()", "pass", "equal_size"),
+        ("run.check(found.step)", "pass", "damaged_line"),
+        (
+            "found = checkpoints.newest(run.checkpoints, run.digest,",
+            "found = checkpoints.newest(run.checkpoints, None,",
+            "another_seed",
+        ),
+        ("if changed and not", "if False and not", "instruction"),
+        ("self._refuse_to_start()", "pass", "nothing_was_begun"),
+    ],
+    ("elastic_memory/training/environment.py", "tests/training/test_resume.py"): [
+        ("None if cuda else torch.backends.cpu.get_cpu_capability()", "None", "instruction"),
+    ],
+    ("elastic_memory/training/trainer.py", "tests/training/test_resume.py"): [
+        ("if not self._finite():", "if False:", "never_saved"),
+    ],
+    ("elastic_memory/training/corpus.py", "tests/training/test_resume.py"): [
+        ("rows.fingerprint + tokenizer_sha256(rows)", "rows.fingerprint", "name_the_data"),
+        ("rows.fingerprint + tokenizer_sha256(rows)", "tokenizer_sha256(rows)", "name_the_data"),
+    ],
+    ("elastic_memory/training/interrupts.py", "tests/training/test_interrupts.py"): [
+        ("> PAUSE", "> 1e9", ""),
+        ("> PAUSE", "> -1", ""),
+    ],
+    ("elastic_memory/training/spikes.py", "tests/training/test_spikes.py"): [
+        ("if not math.isfinite(loss):", "if False:", ""),
+        ("if not math.isfinite(gradient_norm):", "if False:", ""),
+        ("if loss > bound:", "if False:", ""),
+    ],
+    ("elastic_memory/training/trainer.py", "tests/training/test_session.py"): [
+        (
+            "if self.skipped:\n            model.zero_grad(set_to_none=True)",
+            "if False:\n            pass",
+            "never_applied",
+        ),
+    ],
+    ("elastic_memory/training/session.py", "tests/training/test_limits.py"): [
+        ("self.fresh and", "False and", "micro_batch"),
+    ],
+    ("elastic_memory/training/models.py", "tests/training/test_models.py"): [
+        ("if not (folder / MANIFEST).exists():", "if True:", "flipped"),
+        ("if added:", "if False:", "adapter"),
+        ("if name in found:", "if False:", "two_files and bare"),
+        ("not kind.startswith", "not str.startswith", "bare-integers"),
+        ("if len(known) < len(pairs):", "if False:", "twice and bare"),
+        ("        if names:", "        if False:", "bare and drop"),
+        ("max(ends, default=0) != size", "0 == size", "truncated and bare"),
+    ],
+    ("elastic_memory/training/recipe.py", "tests/test_outside_code.py"): [
+        ("if not re.fullmatch(", "if False and (", "outside_its_folder"),
+    ],
+    ("elastic_memory/training/build.py", "tests/test_outside_code.py"): [
+        ('key.startswith("_") or', "", "machinery"),
+        ('or key.endswith("_implementation")', "", "machinery"),
+    ],
+    ("elastic_memory/evaluation/loading.py", "tests/test_outside_code.py"): [
+        ("if wanted not in BUILT_IN:", "if False:", "kernel"),
+    ],
+    ("elastic_memory/data/tokenizers.py", "tests/test_outside_code.py"): [
+        (", trust_remote_code=False)", ")", "of_a_tokenizer"),
+    ],
+    ("tests/test_sources.py", "tests/test_sources.py"): [
+        ('"__import__",', "", "looks_for"),
+        ("_is_shell(one)", "False", "looks_for"),
+        ("known |= full", "pass", "looks_for"),
+    ],
+    ("elastic_memory/data/sources.py", "tests/data/test_damaged_sources.py"): [
+        (
+            'except UnicodeDecodeError:\n            return Document(place, _refuse("invalid UTF-8"))\n        return',
+            "except ZeroDivisionError:\n            raise\n        return",
+            "utf8",
+        ),
+        ("except (pyarrow.ArrowException, OSError) as error:", "except ZeroDivisionError as error:", "pages"),
+    ],
+    ("elastic_memory/data/parts.py", "tests/data/test_damaged_sources.py"): [
+        ("FOLD = 1000", "FOLD = 10**9", "unpacks"),
+    ],
+    ("elastic_memory/data/prepare.py", "tests/data/test_damaged_sources.py"): [
+        ("< touched:", "< 0:", "between_two_runs"),
+        ("if recorded.get(name) != sha256:", "if False:", "taken_for"),
+    ],
+    ("elastic_memory/data/gather.py", "tests/data/test_prepare.py"): [
+        ('.hexdigest() != record["sha256"]', ' == ""', "damaged_part"),
+    ],
+    ("elastic_memory/cli.py", "tests/test_bad_inputs.py"): [
+        ("EXPECTED = (ValueError, OSError,", "EXPECTED = (ValueError,", "errors_of_files"),
+        ("and not kinds & EXPECTED_BY_NAME", "", "errors_of_files"),
+    ],
+    ("elastic_command.py", "tests/test_cli.py"): [
+        ("except KeyboardInterrupt:", "except ZeroDivisionError:", "ctrl_c"),
+    ],
+    ("elastic_memory/commands/evaluate.py", "tests/evaluation/test_evaluate_command.py"): [
+        ("own.sha256 != made", "None == made", "another_vocabulary"),
+        ("+ PADDING:", "+ 10**9:", "another_vocabulary"),
+        ("column.min_width = max", "column.min_width = 0 * max", "80_columns"),
+    ],
+}
+MUTANTS = [Mutant(*place, *change) for place, changes in GUARDS.items() for change in changes]
+
+
+def main(words: list[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in f"{mutant.file} {mutant.old}" for word in words)]
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"))
+        for number, mutant in enumerate(chosen, 1):
+            path = copy / mutant.file
+            whole = path.read_text()
+            path.write_text(whole.replace(mutant.old, mutant.new))
+            code = _run(copy, mutant)
+            path.write_text(whole)
+            caught = code == 1  # some test failed; other codes mean that pytest did not get that far
+            survivors += not caught
+            verdict = "caught" if caught else f"SURVIVED (exit code {code})"
+            print(f"{number}/{len(chosen)} {verdict}: {mutant.file}: {' '.join(mutant.old.split())[:70]}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} caught")
+    return 1 if survivors else 0
+
+
+def _run(copy: Path, mutant: Mutant) -> int:
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not faults and not gpu",
+    ]
+    words += [mutant.tests, *(["-k", mutant.only] if mutant.only else [])]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(words, cwd=copy, env=environment, capture_output=True, timeout=900).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
