@@ -127,6 +127,12 @@ class Bank:
         block, ahead = history // every - 1, _ahead(self.order * self.points, dtype)
         return _reconstructions(block // ahead * ahead, ahead, self, every, torch.device(device), dtype)[block % ahead]
 
+    def joiners(
+        self, first: int, second: int, device: Any, dtype: torch.dtype = torch.float32
+    ) -> tuple[Float[Tensor, "order order"], Float[Tensor, "order order"]]:
+        """What two histories of so many tokens each give to the state of the first followed by the second."""
+        return _joiners(self.order, first, second, torch.device(device), dtype)
+
     def direct(self, history: int, device: Any, dtype: torch.dtype = torch.float32) -> Float[Tensor, "point token"]:
         """W = R K: what reads that many tokens without any state."""
         return _direct(self, (history,), torch.device(device), dtype)[0]
@@ -181,6 +187,15 @@ def _steps(first: int, count: int, order: int, size: int, device: torch.device, 
 def _step(order: int, start: int, end: int, device: torch.device, dtype: torch.dtype) -> Step:
     projection = hippo.projection(order, start, end, device=device).to(dtype)
     return Step(hippo.transition(order, start, end, device=device).to(dtype), projection)
+
+
+@lru_cache(maxsize=CACHED)
+@_constant
+def _joiners(
+    order: int, first: int, second: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Float[Tensor, "order order"], Float[Tensor, "order order"]]:
+    before, after = hippo.joiners(order, first, second, device=device)
+    return before.to(dtype), after.to(dtype)
 
 
 @_stretched

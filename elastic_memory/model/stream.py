@@ -62,7 +62,7 @@ class LayerStream:
     @property
     def memory_columns(self) -> int:
         """Columns of memory in front of the open block."""
-        return self.reading[0].shape[2] if self.reading and self.memory.joins else 0
+        return self.reading[0].shape[2] if self.reading and self.memory.shares_softmax else 0
 
     @property
     def front(self) -> int:
@@ -71,8 +71,8 @@ class LayerStream:
 
     @property
     def visible(self) -> Bool[Tensor, "batch column"] | None:
-        """Which columns of a reading that does not join are real, where rows differ."""
-        if not self.reading or self.memory.joins or len(set(self.counts)) == 1:
+        """Which columns of a reading outside the softmax are real, where rows differ."""
+        if not self.reading or self.memory.shares_softmax or len(set(self.counts)) == 1:
             return None
         counts = torch.tensor(self.counts, device=self.reading[0].device)
         return torch.arange(self.reading[0].shape[2], device=counts.device) < counts[:, None]
@@ -148,7 +148,7 @@ class LayerStream:
 
     def block_columns(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
         """Keys and values that tokens behind the complete block of `rows` would see (rows with one clock)."""
-        count, front = self.counts[rows[0]] if self.memory.joins else 0, self.front
+        count, front = self.counts[rows[0]] if self.memory.shares_softmax else 0, self.front
         key, value = (
             torch.cat((self.open[name][rows, :, :count], self.open[name][rows, :, front : front + size]), dim=2)
             for name in ("key", "value")
@@ -213,7 +213,7 @@ class LayerStream:
         """Replace the readings of some rows; columns that a row does not have are zeros."""
         if not reading:
             return
-        if self.memory.joins:
+        if self.memory.shares_softmax:
             reading = tuple(part.to(dtype) for part in reading)
         for row in rows:
             self.counts[row] = reading[0].shape[2]
