@@ -75,7 +75,8 @@ class ElasticMemory(Memory):
     @full_precision
     def write(self, state: State, block: Block, seen: int) -> ElasticState:
         """C <- P C + K F (eq. 6)."""
-        step = self.bank.step(seen, seen + block.key.shape[2], block.key.device)
+        end, every = seen + block.key.shape[2], self.geometry.block_size
+        step = self.bank.step(seen, end, block.key.device, every=every)
         key, value = (
             step.transition @ part + step.projection @ signal.float()
             for part, signal in zip(state, (block.key, block.value), strict=True)

@@ -392,9 +392,8 @@ class MemoryLayer(GradientCheckpointingLayer):
         """What follows on a decoded token's attention."""
         return self._finish(hidden, mixed)
 
-    def close(self, rope: Rope, stream: LayerStream, rows: list[int], seen: int) -> None:
-        """Fold the complete open block of some rows, which began at token `seen`, into memory, and open the next."""
-        size = self.locality.block_size
+    def close(self, rope: Rope, stream: LayerStream, rows: list[int], seen: int, size: int) -> None:
+        """Fold the open block of some rows, `size` tokens from token `seen` on, into memory, and open the next."""
         block = stream.block(rows, size)
         tail = None if block.output is None else self._tail(block.output)
         if tail is not None:

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from elastic_memory.model.stream import Part
 from elastic_memory.shapes import Tensor
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
         "opened": cache.opened,
         "columns": cache.columns,
         "digests": cache.digests,
+        "name": cache.name,
+        "parts": cache.parts if any(cache.parts) else [],
     }
     header["content"] = content_hash(header, tensors)
     partial = path.with_name(path.name + ".partial")
@@ -130,6 +133,8 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
     cache.begin(len(seen), device)
     cache.seen, cache.columns = list(seen), header["columns"]
     cache.digests = header.get("digests", [None] * len(seen))  # files of before they were kept are as good
+    cache.name = header.get("name")
+    cache.parts = [[Part(*told) for told in row] for row in header.get("parts") or [()] * len(seen)]
     rope = model.base_model.rope()
     for index, (layer, stream) in enumerate(zip(model.base_model.layers, cache.streams, strict=True)):
         stream.state = tuple(tensors[f"layers.{index}.state.{part}"] for part in range(len(stream.state)))
@@ -141,10 +146,9 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
             stream.reopen({name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)})
     if exact:
         cache.opened, cache.tokens = list(opened), ids
-    elif max(opened) and ids is not None:
-        mask = torch.arange(max(opened), device=device) < torch.tensor(opened, device=device)[:, None]
-        model.base_model(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, keep=1)
-        cache.columns = header["columns"]
+    else:
+        cache.opened, cache.tokens = list(opened), ids
+        cache.read_open_again()
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
@@ -203,7 +207,7 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         isinstance(seen, list)
         and isinstance(opened, list)
         and 0 < len(seen) == len(opened) <= 2**16
-        and all(type(n) is int and 0 <= n < 2**62 and n % block_size == 0 for n in seen)
+        and all(type(n) is int and 0 <= n < 2**62 for n in seen)
         and all(type(n) is int and 0 <= n <= min(block_size, 2**31) for n in opened)
         and type(columns) is int
         and 0 <= columns < 2**62
@@ -211,8 +215,28 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         and len(digests) == len(seen)
         and all(one is None or isinstance(one, str) for one in digests)
     )
-    if not good:
+    if not good or not _parts_fit(header, block_size):
         raise ValueError(f"{path}: its clock is impossible: seen {seen}, open {opened}, columns {columns}"[:300])
+
+
+def _parts_fit(header: dict[str, Any], block_size: int) -> bool:
+    """Whether texts that have ended are described, and whole blocks of the present one follow on them."""
+    seen, name = header["seen"], header.get("name")
+    try:
+        parts = [[Part(*told) for told in row] for row in header.get("parts") or [()] * len(seen)]
+    except TypeError:
+        return False
+    sound = all(
+        (part.name is None or type(part.name) is str)
+        and (type(part.tokens) is int and part.tokens > 0)
+        and (part.digest is None or type(part.digest) is str)
+        for row in parts
+        for part in row
+    )
+    if not sound or len(parts) != len(seen) or not (name is None or type(name) is str):
+        return False
+    rest = [tokens - sum(part.tokens for part in row) for tokens, row in zip(seen, parts, strict=True)]
+    return all(tokens >= 0 and tokens % block_size == 0 for tokens in rest)
 
 
 def _expected(

@@ -4,7 +4,7 @@ Rows have clocks of their own. Where all agree no mask is built; where they diff
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,14 @@ from elastic_memory.memory import Block, Host, Memory, Reading, State
 from elastic_memory.shapes import Bool, Int, Tensor
 
 SMALLEST = 64  # tokens of room a fresh open block starts with; doubled as it fills
+
+
+class Part(NamedTuple):
+    """Tokens that were read as one text, whose last block ended with it."""
+
+    name: str | None
+    tokens: int
+    digest: str | None  # of the ids, block by block; None if they are unknown
 
 
 @dataclass
@@ -147,7 +155,7 @@ class LayerStream:
         return self.open["key"][:, :, :end], self.open["value"][:, :, :end]
 
     def block_columns(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that tokens behind the complete block of `rows` would see (rows with one clock)."""
+        """Keys and values that tokens behind the open block of `rows` would see (rows with one clock)."""
         count, front = self.counts[rows[0]] if self.memory.shares_softmax else 0, self.front
         key, value = (
             torch.cat((self.open[name][rows, :, :count], self.open[name][rows, :, front : front + size]), dim=2)
@@ -156,7 +164,7 @@ class LayerStream:
         return key, value
 
     def block(self, rows: list[int], size: int) -> Block:
-        """The complete open block of some rows."""
+        """The open block of some rows, of `size` tokens each."""
         output = self.open["output"][rows, :size] if "output" in self.open else None
         value = self.open["value"][rows, :, self.front : self.front + size]
         # Without memory nobody reads the raw keys; the values stand in for their shape.
