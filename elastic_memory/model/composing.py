@@ -59,6 +59,8 @@ class Composing(Mixed):
         """
         if self.locality.kind != "block":
             raise ValueError(f"close(): {self.locality.kind} attention has no blocks that could end early")
+        if not self.streams:
+            return
         groups: dict[tuple[int, int], list[int]] = {}
         for row, span in enumerate(zip(self.seen, self.opened, strict=True)):
             groups.setdefault(span, []).append(row)

@@ -332,3 +332,114 @@ def test_embeddings_can_be_joined_but_not_read_again():
     expected = in_order(model, [ids, ids])
     expected.close()
     same(model, em.MemoryCache.join([plain, cache]), expected)
+
+
+# -- blocks side by side -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(warm=st.integers(0, 3 * BLOCK), length=st.integers(1, 12 * BLOCK), batch=st.integers(1, 2), closed=st.booleans())
+@settings(max_examples=8)
+def test_reading_blocks_side_by_side_is_reading_them_in_order(case, warm, length, batch, closed):
+    """Every mechanism, by whichever way is exact for it; after any beginning."""
+    model = exact(case) if case in EXACT else small(case)
+    ids = tokens(batch, warm + length)
+    caches = [em.MemoryCache(model) for _ in range(2)]
+    for cache in caches:
+        if warm:
+            logits(model, ids[:, :warm], past_key_values=cache)
+        if closed:
+            cache.close()
+    caches[0].read(ids[:, warm:])
+    logits(model, ids[:, warm:], past_key_values=caches[1])
+    same(model, *caches, batch)
+    assert caches[0].digests == caches[1].digests
+    assert caches[0].holds(ids)
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_layers_above_the_memory_are_computed_for_the_last_block_only(case, monkeypatch):
+    model, ids = exact(case), tokens(1, 40 * BLOCK)
+    read = []
+    above = model.model.layers[2 if case == "infini linear" else max(model.memories, default=0)].mlp
+    handle = above.register_forward_hook(lambda _, inputs, output: read.append(inputs[0].shape[1]))
+    em.MemoryCache(model).read(ids)
+    handle.remove()
+    assert sum(read) == BLOCK
+
+
+def test_many_pieces_and_what_a_piece_may_hold(monkeypatch):
+    """A text of several pieces, some shorter than the others."""
+    from elastic_memory.model import joining
+
+    model, ids = small("elastic"), tokens(2, 23 * BLOCK + 3)
+    for most in (1, 2 * BLOCK, 8 * BLOCK, 2**14):
+        monkeypatch.setattr(joining, "AT_ONCE", most)
+        cache = em.MemoryCache(model)
+        cache.read(ids)
+        same(model, cache, cache_of(model, ids))
+
+
+@pytest.mark.parametrize("setting", ["sliding", "probe", "recording", "clocks", "embeddings", "static"])
+def test_reading_is_exact_whatever_the_circumstances(setting):
+    model = fresh("elastic", local_attention="sliding" if setting == "sliding" else "block")
+    ids, start = tokens(2, 6 * BLOCK), tokens(2, 13, 3)
+    if setting == "probe":
+        for layer in model.model.layers:
+            layer.self_attn.corrupt = lambda key, value: (key * 0.7, value.flip(-1))
+    caches = [em.MemoryCache(model, static=setting == "static") for _ in range(2)]
+    for cache in caches:
+        if setting == "recording":
+            cache.activate_past_recording()
+        if setting == "embeddings":
+            model(inputs_embeds=model.get_input_embeddings()(start), past_key_values=cache)
+        elif setting == "clocks":
+            mask = (torch.arange(13) < torch.tensor([13, 4])[:, None]).long()
+            logits(model, start, attention_mask=mask, past_key_values=cache)
+        else:
+            logits(model, start, past_key_values=cache)
+            logits(model, start[:, :1], past_key_values=cache)
+    caches[0].read(ids)
+    logits(model, ids, past_key_values=caches[1])
+    same(model, *caches)
+
+
+def test_a_model_in_bfloat16_reads_side_by_side():
+    model = fresh("elastic").bfloat16()
+    ids = tokens(1, 20 * BLOCK)
+    cache = em.MemoryCache(model)
+    cache.read(ids)
+    assert {part.dtype for part in cache.streams[2].state} == {torch.float32}
+    assert error(cache, cache_of(model, ids)) < 0.02
+
+
+def shares(rank, folder):
+    """One of three processes that read a text together."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=3)
+    model, group = small("elastic"), torch.distributed.group.WORLD
+    for number, ids in enumerate((tokens(2, 17 * BLOCK + 3), tokens(2, 2 * BLOCK + 1, 2))):  # fewer blocks than readers
+        cache = em.MemoryCache(model)
+        logits(model, ids[:, :5], past_key_values=cache)
+        cache.read(ids[:, 5:], group=group)
+        cache.save(f"{folder}/{rank}-{number}")
+    try:
+        em.MemoryCache(model).read(tokens(2, 90, seed=rank), group=group)
+    except ValueError as refused:
+        assert "do not hold the same tokens" in str(refused)
+    else:
+        raise AssertionError("other tokens than the others were read")
+    torch.distributed.destroy_process_group()
+
+
+def test_processes_read_a_share_each_and_all_get_the_whole(tmp_path):
+    torch.multiprocessing.spawn(shares, args=(str(tmp_path),), nprocs=3)
+    model = small("elastic")
+    for number, ids in enumerate((tokens(2, 17 * BLOCK + 3), tokens(2, 2 * BLOCK + 1, 2))):
+        for rank in range(3):
+            same(model, em.MemoryCache.load(tmp_path / f"{rank}-{number}", model), cache_of(model, ids))
+
+
+def test_processes_cannot_share_what_cannot_be_joined():
+    with pytest.raises(ValueError, match="delta rule"):
+        em.MemoryCache(small("infini")).read(tokens(), group="a group")
