@@ -7,7 +7,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from elastic_memory.attention import without_cudnn
-from elastic_memory.model.cache import MemoryCache
+from elastic_memory.model.cache import MemoryCache, whole_calls
 from elastic_memory.model.decoder import Decoder
 from elastic_memory.model.layer import Rope
 from elastic_memory.model.rows import Rows, from_mask, from_positions
@@ -27,6 +27,7 @@ class MemoryBackbone(Mixed):
         """Rotary positions of this model."""
         return Rope(self.rotary_emb, self.embed_tokens.weight)
 
+    @whole_calls
     @can_return_tuple
     def forward(
         self,
@@ -52,8 +53,8 @@ class MemoryBackbone(Mixed):
         source: Any = input_ids if input_ids is not None else inputs_embeds
         if source.shape[1] == 0:
             raise ValueError("no tokens: give at least one column")
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise ValueError(f"attention_mask of shape {tuple(attention_mask.shape)}: give [batch, column]")
+        if attention_mask is not None:
+            _check_mask(attention_mask, *source.shape[:2])
         if use_cache and past_key_values is None:
             past_key_values = MemoryCache(self._owner())
         if past_key_values is not None:
@@ -127,6 +128,7 @@ class MemoryBackbone(Mixed):
         probed = any([attention.corrupt is not None for attention in cache.attentions])
         if cache.static and columns == 1 and ids is not None and rows is None and not probed:
             return self._decode(ids, cache)
+        cache.mark()
         cache.decoding = False
         lengths = rows.lengths if rows else [columns] * batch
         # Of each row only the tokens among the last columns are wanted, those from `firsts` on.
@@ -194,8 +196,10 @@ class MemoryBackbone(Mixed):
         )
         if cache.decoder is None or not ready or cache.block_size in cache.opened:
             rope = self.rope()
+            cache.mark()
             cache.refresh(rope)
-            self._close_full([True] * len(ids), rope, cache)
+            if self._close_full([True] * len(ids), rope, cache):
+                cache.mark(anew=True)  # the decoder writes over the blocks that are in memory now
             cache.decoder = Decoder.fill(self, cache, ids, cache.decoder)
         hidden = cache.decoder(ids, max(cache.opened))
         cache.opened = [opened + 1 for opened in cache.opened]
@@ -203,12 +207,19 @@ class MemoryBackbone(Mixed):
         return hidden
 
 
+def _check_mask(mask: Tensor, rows: int, columns: int) -> None:
+    """Refuse a mask that does not say of every token whether it is real; it may speak of tokens read before, too."""
+    if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < columns:
+        raise ValueError(
+            f"attention_mask of shape {list(mask.shape)} for {rows} rows of {columns} tokens: give [batch, column], "
+            "with a column for each token at least"
+        )
+
+
 def _padded_rows(mask: Tensor | None, columns: int) -> Rows | None:
     """The layout of the new columns, if any of them is padding."""
     if mask is None:
         return None
-    if mask.shape[1] < columns:
-        raise ValueError(f"attention_mask has {mask.shape[1]} columns for {columns} tokens: give one for each at least")
     new = mask[:, -columns:]
     return None if bool(new.all()) else from_mask(new)
 

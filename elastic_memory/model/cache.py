@@ -5,6 +5,8 @@ always be taken back, and a rollback inside the open block is exact.
 """
 
 import warnings
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -61,6 +63,7 @@ class MemoryCache(Composing, Cache):
         self.decoding = False  # whether the decoder's buffers are what this cache holds
         self.recording = False
         self.before: Self | None = None  # if recording: this cache as it was when its newest block closed
+        self.undo: dict[str, Any] | None = None  # inside a call: the fields to go back to if it fails
 
     # -- clock ---------------------------------------------------------------------------------------------------------
 
@@ -77,6 +80,7 @@ class MemoryCache(Composing, Cache):
     def begin(self, batch: int, device: torch.device) -> None:
         """Make room for `batch` rows, or check that they fit."""
         if not self.streams:
+            self.mark()
             sliding = self.locality.sliding
             self.streams = [
                 LayerStream(memory, batch, device, keep_raw=sliding or bool(memory.start(1, "meta")))
@@ -89,6 +93,7 @@ class MemoryCache(Composing, Cache):
         elif batch != self.batch:
             if batch % self.batch:
                 raise ValueError(f"a call with {batch} rows on a cache of {self.batch}: give as many, or a multiple")
+            self.mark()
             self.batch_repeat_interleave(batch // self.batch)
 
     def segment(self, takes: list[int], rope: Any, device: torch.device) -> Segment:
@@ -140,6 +145,8 @@ class MemoryCache(Composing, Cache):
             self.digests[row] = digest(self.digests[row], ids)
             self.seen[row] += self.opened[row]
             self.opened[row] = 0
+        if self.tokens is not None:  # the next block's ids must not overwrite what a failing call goes back to
+            self.tokens = self.tokens.clone()
 
     def whole_blocks(self, remaining: list[int]) -> int:
         """How many blocks to read at once, each followed by more tokens: of rows with one clock, nothing open."""
@@ -167,6 +174,30 @@ class MemoryCache(Composing, Cache):
         for sentence in sorted(filter(None, said)):
             warnings.warn(f"memory of a warm cache: {sentence}", stacklevel=4)
 
+    # -- calls that fail -----------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable(recursive=False)  # what `forward` computes may be compiled all the same
+    def whole_call(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What `forward` returns; if it fails, the cache is as it was.
+
+        No tensor is copied for that: a call writes into open blocks behind what was read, and replaces all else.
+        """
+        if self.undo is not None:  # a call inside a call
+            return forward(*args, **kwargs)
+        self.undo = {"opened": self.opened, "columns": self.columns}  # all that a step of the decoder changes
+        try:
+            return forward(*args, **kwargs)
+        except BaseException:
+            self.__dict__.update(self.undo, decoding=False)
+            raise
+        finally:
+            self.undo = None
+
+    def mark(self, anew: bool = False) -> None:
+        """Before more than the clocks changes: keep it to go back to; `anew`, even if something is kept already."""
+        if self.undo is not None and (anew or "streams" not in self.undo):
+            self.undo = vars(self._view())
+
     # -- rows, time travel ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
@@ -182,18 +213,32 @@ class MemoryCache(Composing, Cache):
         if self.before is not None:
             self.before.select(rows)
 
-    @torch.inference_mode(False)
-    def fork(self) -> Self:
-        """An independent copy; the original goes on unaffected."""
+    def _view(self) -> Self:
+        """A copy with clocks and lists of its own, on the same tensors."""
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy.seen, copy.opened, copy.digests = list(self.seen), list(self.opened), list(self.digests)
         copy.parts = [list(parts) for parts in self.parts]
+        copy.streams = [stream.view() for stream in self.streams]
+        copy.before = None if self.before is None else self.before._view()
+        copy.undo = None
+        return copy
+
+    @torch.inference_mode(False)
+    def fork(self) -> Self:
+        """An independent copy; the original goes on unaffected."""
+        copy = self._view()
         copy.tokens = None if self.tokens is None else self.tokens.clone()
         copy.streams = [stream.fork() for stream in self.streams]
         copy.decoder, copy.decoding = None, False  # it has buffers of its own, so its graph must be its own
         copy.before = None if self.before is None else self.before.fork()
         return copy
+
+    def __copy__(self) -> Self:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self.fork()  # of the same model: its weights are not part of a cache
 
     def rollback(self, tokens: int) -> None:
         """Take back the newest tokens of every row: exact inside the open block, an error beyond it.
@@ -302,3 +347,16 @@ class MemoryCache(Composing, Cache):
 
     def __repr__(self) -> str:
         return f"MemoryCache(rows={self.batch}, clock={self.clock}, bytes={self.nbytes():,})"
+
+
+def whole_calls(forward: Callable) -> Callable:
+    """A model's `forward` that changes its cache entirely or, if anything in it fails, not at all."""
+
+    @wraps(forward)
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
+        if isinstance(cache, MemoryCache):
+            return cache.whole_call(forward, model, *args, **kwargs)
+        return forward(model, *args, **kwargs)
+
+    return call

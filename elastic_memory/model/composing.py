@@ -50,8 +50,6 @@ class Composing(Mixed):
             ids = ids[part.tokens :]
         return True
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def close(self) -> None:
         """End the text that is being read, and the open block with it: what follows begins a block of its own.
 
@@ -59,8 +57,13 @@ class Composing(Mixed):
         """
         if self.locality.kind != "block":
             raise ValueError(f"close(): {self.locality.kind} attention has no blocks that could end early")
-        if not self.streams:
-            return
+        if self.streams:
+            self.whole_call(self._close)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _close(self) -> None:
+        self.mark()
         groups: dict[tuple[int, int], list[int]] = {}
         for row, span in enumerate(zip(self.seen, self.opened, strict=True)):
             groups.setdefault(span, []).append(row)
@@ -90,7 +93,7 @@ class Composing(Mixed):
         All blocks are read side by side and joined, where that is exact; elsewhere they are read in order. `group`, of
         torch.distributed, lets processes read a share each: all give the whole `ids`, and all get the whole memory.
         """
-        joining.read(self, ids, group)
+        self.whole_call(joining.read, self, ids, group)
 
     def ended_parts(self, row: int) -> list[Part]:
         """The parts of a row, if the text that is being read ended here."""

@@ -183,6 +183,7 @@ def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = Non
     """Read `ids`: all blocks that they complete side by side, and the last one as usual."""
     backbone, size = cache.model.base_model, cache.block_size
     cache.begin(len(ids), ids.device)
+    cache.mark()
     cache.refresh(backbone.rope())
     uniform = len(set(zip(cache.seen, cache.opened, strict=True))) == 1
     probed = any(attention.corrupt is not None for attention in cache.attentions)
@@ -202,7 +203,7 @@ def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = Non
             before = History(tuple(part.double() for part in stream.state), cache.seen[0])
             state = before.then(_compress(backbone, index, whole, group), stream.memory).state
             stream.state = tuple(part.float() for part in state)
-    cache.opened = [0] * cache.batch
+    cache.opened, cache.tokens = [0] * cache.batch, None
     cache.passed(blocks, whole)
     cache.columns += ids.shape[1] - rest.shape[1]
     _read_anew(cache, keep_open=False)

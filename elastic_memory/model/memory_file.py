@@ -6,12 +6,14 @@ A file is read only after its header has proved that it belongs to this model: n
 import hashlib
 import json
 import os
+import re
+import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from elastic_memory.model.stream import Part
 from elastic_memory.shapes import Tensor
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 LARGEST_HEADER = 2**20
+DIGEST = re.compile("([0-9a-f]{32})?")  # of the ids in memory; empty where there are none yet
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
 
 
@@ -92,43 +95,70 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
         "parts": cache.parts if any(cache.parts) else [],
     }
     header["content"] = content_hash(header, tensors)
-    partial = path.with_name(path.name + ".partial")
+    _write(path, safetensors.torch.save(tensors, metadata={"elastic_memory": json.dumps(header)}))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace `path` in one step, by a file that is on disk; every writer has a temporary file of its own."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        save_file(tensors, partial, metadata={"elastic_memory": json.dumps(header)})
+        with partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def load(cache: "MemoryCache", path: Path, force: bool) -> None:
     """Fill the empty `cache` from `path`, or refuse and say why."""
-    model = cache.model
-    header, described = _read_header(path)
-    _check_owner(path, header, model, force)
-    _check_clock(path, header, cache.block_size)
-    seen, opened = header["seen"], header["opened"]
-    device = next(model.parameters()).device
-    cache.begin(len(seen), torch.device("meta"))  # for its shapes: nothing is allocated on a file's word
-    expected = _expected(cache, len(seen), max(opened), described)
-    if described != expected:
-        wrong = sorted(set(described.items()) ^ set(expected.items()))[:3]
-        raise ValueError(f"{path}: its tensors do not fit this model, for example {wrong}")
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path}: not a file")
+    with path.open("rb") as file:
+        header, described = _read_header(path, file)
+        _check_owner(path, header, cache.model, force)
+        _check_clock(path, header, cache.block_size)
+        seen, opened = header["seen"], header["opened"]
+        cache.begin(len(seen), torch.device("meta"))  # for its shapes: nothing is allocated on a file's word
+        expected = _expected(cache, len(seen), max(opened), described)
+        if described != expected:
+            wrong = sorted(set(described.items()) ^ set(expected.items()))[:3]
+            raise ValueError(f"{path}: its tensors do not fit this model, for example {wrong}")
+        file.seek(0)
+        content = file.read()
+    _fill(cache, header, _checked_tensors(path, header, content, cache.model.config.vocab_size))
 
+
+def _checked_tensors(path: Path, header: dict[str, Any], content: bytes, vocab_size: int) -> dict[str, Tensor]:
+    """The tensors of a file, if they are what was saved, finite, and ids of this vocabulary."""
     try:
-        tensors = load_file(path)
+        tensors = safetensors.torch.load(content)
     except SafetensorError as error:
         raise ValueError(f"{path}: damaged ({error})") from None
     if content_hash(header, tensors) != header.get("content"):
         raise ValueError(f"{path}: damaged: it is not what was saved")
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{path}: {name} holds NaN or infinity")
     ids = tensors.get("tokens")
-    if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < model.config.vocab_size:
-        raise ValueError(f"{path}: token ids outside the vocabulary of {model.config.vocab_size}")
-    exact = "layers.0.open.key" in tensors
+    if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(f"{path}: token ids outside the vocabulary of {vocab_size}")
+    return tensors
+
+
+def _fill(cache: "MemoryCache", header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """What the file holds, in the cache; an open block of token ids is read again."""
+    model, seen, opened = cache.model, header["seen"], header["opened"]
+    device = next(model.parameters()).device
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    ids, exact = tensors.get("tokens"), "layers.0.open.key" in tensors
     cache.reset()
     cache.begin(len(seen), device)
     cache.seen, cache.columns = list(seen), header["columns"]
@@ -151,26 +181,34 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
         cache.read_open_again()
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
+def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
     """The metadata, and name -> (dtype, shape) of each tensor, without reading any."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(LARGEST_HEADER, size - 8):
-            raise ValueError(f"{path}: not a memory file (its header claims {length:,} bytes of {size:,})")
-        text = file.read(length)
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(LARGEST_HEADER, size - 8):
+        raise ValueError(f"{path}: not a memory file (its header claims {length:,} bytes of {size:,})")
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
+        header = json.loads(file.read(length), object_pairs_hook=_unique)
         metadata = json.loads(header.pop("__metadata__")["elastic_memory"], object_pairs_hook=_unique)
-        described = {name: (about["dtype"], tuple(about["shape"])) for name, about in header.items()}
-        ends = [about["data_offsets"][1] for about in header.values()]
+        if not isinstance(metadata, dict):
+            raise ValueError("what it says of itself is not a table")
+        described = {name: _description(about) for name, about in header.items()}
+        end = max((about["data_offsets"][1] for about in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ValueError(f"{path}: not a memory file ({type(error).__name__}: {error})") from None
-    if not isinstance(metadata, dict) or max(ends, default=0) != size - 8 - length:
-        raise ValueError(
-            f"{path}: damaged: it has {size:,} bytes, its header describes {8 + length + max(ends, default=0):,}"
-        )
+        raise ValueError(f"{path}: not a memory file ({type(error).__name__}: {error})"[:500]) from None
+    if end != size - 8 - length:
+        raise ValueError(f"{path}: damaged: it has {size:,} bytes, its header describes {8 + length + end:,}")
     return metadata, described
+
+
+def _description(about: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """dtype and shape of a tensor, if that is what they are."""
+    dtype, shape, (start, end) = about["dtype"], about["shape"], about["data_offsets"]
+    sizes = [*shape, start, end]
+    sound = type(dtype) is str and type(shape) is list and len(about) == 3
+    if not sound or not all(type(number) is int and 0 <= number < 2**62 for number in sizes):
+        raise ValueError(f"{about} describes no tensor")
+    return dtype, tuple(shape)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -213,7 +251,7 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         and 0 <= columns < 2**62
         and isinstance(digests := header.get("digests", [None] * len(seen)), list)
         and len(digests) == len(seen)
-        and all(one is None or isinstance(one, str) for one in digests)
+        and all(one is None or (isinstance(one, str) and DIGEST.fullmatch(one)) for one in digests)
     )
     if not good or not _parts_fit(header, block_size):
         raise ValueError(f"{path}: its clock is impossible: seen {seen}, open {opened}, columns {columns}"[:300])

@@ -14,7 +14,7 @@ from transformers.utils import can_return_tuple
 
 from elastic_memory.memory import MEMORIES, Memory
 from elastic_memory.model.backbone import MemoryBackbone, Mixed
-from elastic_memory.model.cache import MemoryCache
+from elastic_memory.model.cache import MemoryCache, whole_calls
 from elastic_memory.model.compilation import compiled
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
@@ -31,6 +31,7 @@ LOGITS_AT_MOST = 8192
 class MemoryCausalLM(Mixed):
     """Mixin for `LlamaForCausalLM` and its kind: loss without logits, caches, retrieval settings, accounting."""
 
+    @whole_calls
     @can_return_tuple
     def forward(
         self,

@@ -266,11 +266,16 @@ class LayerStream:
             self.reading = tuple(part[:, :, :width] for part in self.reading) if width else None
             self.reopen(kept)
 
-    def fork(self) -> "LayerStream":
-        """An independent copy. States, readings and windows are values that nobody writes to; open buffers are not."""
+    def view(self) -> "LayerStream":
+        """A copy with lists of its own, on the same tensors."""
         copy = LayerStream.__new__(LayerStream)
         copy.__dict__.update(self.__dict__)
-        copy.counts = list(self.counts)
+        copy.counts, copy.open = list(self.counts), dict(self.open)
+        return copy
+
+    def fork(self) -> "LayerStream":
+        """An independent copy. States, readings and windows are values that nobody writes to; open buffers are not."""
+        copy = self.view()
         copy.open = {name: tensor.clone() for name, tensor in self.open.items()}
         return copy
 

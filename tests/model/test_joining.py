@@ -443,3 +443,38 @@ def test_processes_read_a_share_each_and_all_get_the_whole(tmp_path):
 def test_processes_cannot_share_what_cannot_be_joined():
     with pytest.raises(ValueError, match="delta rule"):
         em.MemoryCache(small("infini")).read(tokens(), group="a group")
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    ("part", "call"),
+    [("layers.0.mlp", 1), ("layers.0.mlp", 2), ("layers.2.self_attn.k_proj", 1), ("layers.2.mlp", 1), ("norm", 1)],
+)
+def test_a_reading_that_fails_changes_nothing(part, call, static):
+    """Among the blocks side by side, or in the last one."""
+    model, ids = fresh("elastic"), tokens(2, 13 + 6 * BLOCK)
+    cache = cache_of(model, ids[:, :12], static=static)
+    logits(model, ids[:, 12:13], past_key_values=cache)
+    count = []
+
+    def fail(*_):
+        count.append(1)
+        if len(count) == call:
+            raise KeyboardInterrupt
+
+    handle = model.model.get_submodule(part).register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        cache.read(ids[:, 13:])
+    handle.remove()
+    same(model, cache, cache_of(model, ids[:, :13]))
+
+
+def test_an_end_that_fails_changes_nothing(monkeypatch):
+    model, ids = fresh("elastic"), tokens(2, 13)
+    cache = cache_of(model, ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(cache.memories[2]), "read", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.close()
+    assert cache.parts == [[], []]
+    same(model, cache, cache_of(model, ids))
