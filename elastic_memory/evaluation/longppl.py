@@ -20,6 +20,7 @@ from elastic_memory.evaluation.loading import load_model, tokenizer_of
 from elastic_memory.evaluation.losses import Model, block_size_of, last_losses, streamed_losses
 from elastic_memory.evaluation.rows import Advance, Journal, Record, bootstrap, document_of, token_ids
 from elastic_memory.evaluation.spans import Span, encode, inside, locate, merge
+from elastic_memory.model.fingerprint import fingerprint
 from elastic_memory.shapes import Float, Int, Tensor
 
 REFERENCE = "meta-llama/Llama-3.1-8B"
@@ -200,15 +201,6 @@ def _together(reference: Model, scored: int) -> int:
 def transformers_tokenizer(tokenizer: Any) -> Any:
     """The tokenizer of transformers inside one of `elastic_memory.data`, or what came."""
     return getattr(tokenizer, "tokenizer", tokenizer)
-
-
-def fingerprint(model: Model) -> str:
-    """Tells models apart that have the same name: a hash of a few numbers of every weight, and their dtype."""
-    digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        few = weight.detach().flatten()[:: max(1, weight.numel() // 64)][:64].float().cpu().numpy()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + few.tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _record(index: int, document: str, losses: Float[Tensor, " prediction"], keys: list[int], length: int) -> Record:

@@ -12,12 +12,13 @@ import torch
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.corruption import corrupted
 from elastic_memory.evaluation.loading import load_model, tokenizer_of
-from elastic_memory.evaluation.longppl import REFERENCE, Settings, fingerprint, longppl, transformers_tokenizer
+from elastic_memory.evaluation.longppl import REFERENCE, Settings, longppl, transformers_tokenizer
 from elastic_memory.evaluation.losses import Model, has_blocks
 from elastic_memory.evaluation.perplexity import PROTOCOLS, perplexity
 from elastic_memory.evaluation.recall import TASKS, learn, recall
 from elastic_memory.evaluation.reconstruction import reconstruction, spectrum
 from elastic_memory.evaluation.rows import Advance, Journal
+from elastic_memory.model.fingerprint import fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)

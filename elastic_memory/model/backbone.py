@@ -120,6 +120,8 @@ class MemoryBackbone(Mixed):
         """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length."""
         if not isinstance(cache, MemoryCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; this model needs a MemoryCache(model)")
+        if cache.owner is not self.layers:
+            raise ValueError("past_key_values belongs to another model: save it, and load it with this one")
         ids = None if ids is None else ids.long()
         source: Any = ids if ids is not None else embeds
         batch, columns = source.shape[:2]

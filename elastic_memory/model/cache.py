@@ -42,6 +42,7 @@ class MemoryCache(Composing, Cache):
         self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.static = static
         backbone = model.base_model
+        self.owner = backbone.layers
         # Lists of their own: every token asks them, and modules are slow to find.
         self.memories = [layer.memory for layer in backbone.layers]
         self.attentions = [layer.self_attn for layer in backbone.layers]

@@ -14,6 +14,7 @@ import torch
 from elastic_memory.attention import without_cudnn
 from elastic_memory.memory import Block, Memory, State
 from elastic_memory.model import memory_file
+from elastic_memory.model.fingerprint import settings, weights_hash
 from elastic_memory.model.layer import MemoryLayer, Rope
 from elastic_memory.shapes import Int, Tensor
 
@@ -167,10 +168,11 @@ def _check(cache: Any, last: "MemoryCache | None", what: str) -> None:
         raise ValueError(
             f"{what} has {cache.batch} rows on {cache.device}, those before it {last.batch} on {last.device}"
         )
-    here, there = (memory_file.config_fingerprint(one.model) for one in (last, cache))
-    if here != there:
-        raise ValueError(f"{what} was read by a model of another shape: {memory_file._difference(there, here)}")
-    if memory_file.weights_fingerprint(cache.model) != memory_file.weights_fingerprint(last.model):
+    here, there = ({**settings(one.model), **memory_file.shape_of(one.model)} for one in (last, cache))
+    different = [f"{name} {there.get(name)} instead of {here[name]}" for name in here if there.get(name) != here[name]]
+    if different:
+        raise ValueError(f"{what} was read by another model: {'; '.join(different)}"[:500])
+    if weights_hash(cache.model) != weights_hash(last.model):
         raise ValueError(f"{what} was read by a model of other weights: its state means nothing to this one")
 
 

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from elastic_memory.model.fingerprint import settings, weights_hash
 from elastic_memory.model.stream import Part
 from elastic_memory.shapes import Tensor
 
@@ -22,21 +23,10 @@ if TYPE_CHECKING:
     from elastic_memory.model.cache import MemoryCache
     from elastic_memory.model.modeling import MemoryCausalLM
 
-VERSION = 1
+VERSION = 2
 LARGEST_HEADER = 2**20
 DIGEST = re.compile("([0-9a-f]{32})?")  # of the ids in memory; empty where there are none yet
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
-
-
-def weights_fingerprint(model: "MemoryCausalLM") -> str:
-    """A hash of every parameter's name and shape and of 64 of its values."""
-    digest, samples = hashlib.sha256(), []
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)};".encode())
-        flat = parameter.detach().flatten()
-        samples.append(flat[:: max(1, flat.numel() // 64)][:64].float())
-    digest.update(torch.cat(samples).cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def content_hash(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
@@ -49,8 +39,8 @@ def content_hash(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def config_fingerprint(model: "MemoryCausalLM") -> dict[str, Any]:
-    """What a state's meaning depends on besides the weights."""
+def shape_of(model: "MemoryCausalLM") -> dict[str, Any]:
+    """What a file must have in common with a model, or its tensors have no place there."""
     locality = model.base_model.layers[0].locality
     return {
         "block_size": locality.block_size,
@@ -85,8 +75,9 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {
         "version": VERSION,
-        "weights": weights_fingerprint(cache.model),
-        "config": config_fingerprint(cache.model),
+        "weights": weights_hash(cache.model),
+        "settings": settings(cache.model),
+        "config": shape_of(cache.model),
         "seen": cache.seen,
         "opened": cache.opened,
         "columns": cache.columns,
@@ -220,23 +211,30 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_owner(path: Path, header: dict[str, Any], model: "MemoryCausalLM", force: bool) -> None:
     if header.get("version") != VERSION:
-        raise ValueError(f"{path}: format version {header.get('version')!r}; this release reads {VERSION}")
-    here = config_fingerprint(model)
-    if header.get("config") != here:
-        raise ValueError(f"{path}: made by a model of another shape: {_difference(header.get('config'), here)}")
-    if header.get("weights") != weights_fingerprint(model) and not force:
         raise ValueError(
-            f"{path}: made with other weights; its state means nothing to this model. "
-            "force=True (--force) loads it all the same"
+            f"{path}: format version {header.get('version')!r}; this release reads {VERSION}: read the text again"
         )
+    differences = _differences(header.get("config"), shape_of(model))
+    if differences:
+        raise ValueError(f"{path}: made by a model of another shape: {differences}")
+    if force:
+        return
+    told, here = header.get("settings"), settings(model)
+    # Other releases of transformers may know of more.
+    differences = _differences(told, {name: here[name] for name in here if not isinstance(told, dict) or name in told})
+    if not differences and header.get("weights") == weights_hash(model):
+        return
+    why = f"other settings: {differences}" if differences else "other weights"
+    raise ValueError(
+        f"{path}: made with {why}; its state means nothing to this model. force=True (--force) loads it all the same"
+    )
 
 
-def _difference(there: Any, here: dict[str, Any]) -> str:
+def _differences(there: Any, here: dict[str, Any]) -> str:
     if not isinstance(there, dict):
         return "it does not say which"
-    return "; ".join(f"{key}: {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key])[
-        :500
-    ]
+    different = [f"{key}: {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
+    return "; ".join(different)[:500]
 
 
 def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:

@@ -188,7 +188,10 @@ def rewrite(path, change):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda h: h.update(version=2), "version 2"),
+        (lambda h: h.update(version=1), "version 1; this release reads 2: read the text again"),
+        (lambda h: h.update(version=3), "version 3"),
+        (lambda h: h.pop("settings"), "other settings: it does not say which"),
+        (lambda h: h["settings"].update(rms_norm_eps=0.1), "other settings: rms_norm_eps: 0.1 there, 1e-05 here"),
         (lambda h: h.update(seen=[3, 3]), "clock"),
         (lambda h: h.update(seen=[-8, -8]), "clock"),
         (lambda h: h.update(opened=[9, 9]), "clock"),

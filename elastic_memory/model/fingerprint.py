@@ -1,0 +1,76 @@
+"""What tells models apart: all of their weights, and every setting that changes what they compute."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from elastic_memory.shapes import Tensor
+
+# Settings that change nothing a trained model computes in one call.
+NOTES = {
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "id2label", "initializer_range", "label2id", "pad_token_id", "pretraining_tp", "problem_type", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+_hashed: WeakKeyDictionary[nn.Module, tuple[list[Any], str]] = WeakKeyDictionary()
+
+
+def fingerprint(model: Any) -> str:
+    """A hash of weights and settings, and of how a memory is read at present."""
+    retrieval = [repr(memory.retrieval) for memory in getattr(model, "memories", {}).values()]
+    told = json.dumps([weights_hash(model), settings(model), retrieval], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def settings(model: Any) -> dict[str, Any]:
+    """What a model's function depends on besides its weights, as JSON holds it."""
+    told = {name: value for name, value in model.config.to_diff_dict().items() if name not in NOTES}
+    return json.loads(json.dumps(told, default=str))
+
+
+def weights_hash(model: nn.Module) -> str:
+    """SHA-256 of every tensor of a model, computed anew when one of them has changed.
+
+    In-place changes are counted by torch (`_version`), but not those of `.data`: hence the sums.
+    """
+    tensors = [part for name, tensor in model.state_dict().items() for part in _parts(name, tensor)]
+    sums = torch.stack([_sum(tensor).cpu() for _, tensor in tensors]).tolist() if tensors else []
+    counts = [0 if tensor.is_inference() else tensor._version for _, tensor in tensors]
+    places = [(name, tensor.data_ptr(), tensor.dtype, tensor.shape) for name, tensor in tensors]
+    now = [places, counts, sums]
+    if model not in _hashed or _hashed[model][0] != now:
+        digest = hashlib.sha256()
+        for name, tensor in tensors:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        _hashed[model] = now, digest.hexdigest()
+    return _hashed[model][1]
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors that a tensor consists of: itself, or those of a quantised or distributed one."""
+    if not isinstance(tensor, Tensor):
+        return
+    if tensor.is_meta:
+        raise ValueError(f"{name} is not in memory: load the model whole, without offloading, to tell it from others")
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor.detach()
+        return
+    for inner in tensor.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{inner}", getattr(tensor, inner))
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits, eight bytes at a time where they fit: as fast as memory."""
+    flat = tensor.contiguous().flatten()
+    size = flat.element_size()
+    together = max(1, 8 // size)
+    whole = flat.numel() % together == 0 and flat.storage_offset() % together == 0
+    return flat.view(torch.int64 if whole else INTEGERS[size]).sum(dtype=torch.int64)
