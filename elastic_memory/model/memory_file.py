@@ -75,6 +75,7 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {
         "version": VERSION,
+        "model": getattr(cache.model.config, "_name_or_path", ""),
         "weights": weights_hash(cache.model),
         "settings": settings(cache.model),
         "config": shape_of(cache.model),
@@ -108,11 +109,29 @@ def _write(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
-def load(cache: "MemoryCache", path: Path, force: bool) -> None:
-    """Fill the empty `cache` from `path`, or refuse and say why."""
+def describe(path: Path) -> dict[str, Any]:
+    """What a memory file says of itself, if it is whole; whose it is, only a model can tell."""
+    with _open(path) as file:
+        header, _ = _read_header(path, file)
+        _check_version(path, header)
+        config = header.get("config")
+        if not isinstance(config, dict) or type(config.get("block_size")) is not int or config["block_size"] < 1:
+            raise ValueError(f"{path}: not a memory file (its blocks have no size)")
+        _check_clock(path, header, 2**62 if config.get("local_attention") == "full" else config["block_size"])
+        file.seek(0)
+        _tensors(path, header, file.read())
+    return header
+
+
+def _open(path: Path) -> BinaryIO:
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ValueError(f"{path}: not a file")
-    with path.open("rb") as file:
+    return path.open("rb")
+
+
+def load(cache: "MemoryCache", path: Path, force: bool) -> None:
+    """Fill the empty `cache` from `path`, or refuse and say why."""
+    with _open(path) as file:
         header, described = _read_header(path, file)
         _check_owner(path, header, cache.model, force)
         _check_clock(path, header, cache.block_size)
@@ -127,14 +146,20 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
     _fill(cache, header, _checked_tensors(path, header, content, cache.model.config.vocab_size))
 
 
-def _checked_tensors(path: Path, header: dict[str, Any], content: bytes, vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of a file, if they are what was saved, finite, and ids of this vocabulary."""
+def _tensors(path: Path, header: dict[str, Any], content: bytes) -> dict[str, Tensor]:
+    """The tensors of a file, if they are what was saved."""
     try:
         tensors = safetensors.torch.load(content)
     except SafetensorError as error:
         raise ValueError(f"{path}: damaged ({error})") from None
     if content_hash(header, tensors) != header.get("content"):
         raise ValueError(f"{path}: damaged: it is not what was saved")
+    return tensors
+
+
+def _checked_tensors(path: Path, header: dict[str, Any], content: bytes, vocab_size: int) -> dict[str, Tensor]:
+    """The tensors of a file, if they are what was saved, finite, and ids of this vocabulary."""
+    tensors = _tensors(path, header, content)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{path}: {name} holds NaN or infinity")
@@ -165,10 +190,8 @@ def _fill(cache: "MemoryCache", header: dict[str, Any], tensors: dict[str, Tenso
         if exact:
             prefix = f"layers.{index}.open."
             stream.reopen({name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)})
-    if exact:
-        cache.opened, cache.tokens = list(opened), ids
-    else:
-        cache.opened, cache.tokens = list(opened), ids
+    cache.opened, cache.tokens = list(opened), ids
+    if not exact:
         cache.read_open_again()
 
 
@@ -209,11 +232,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _check_owner(path: Path, header: dict[str, Any], model: "MemoryCausalLM", force: bool) -> None:
+def _check_version(path: Path, header: dict[str, Any]) -> None:
     if header.get("version") != VERSION:
         raise ValueError(
             f"{path}: format version {header.get('version')!r}; this release reads {VERSION}: read the text again"
         )
+
+
+def _check_owner(path: Path, header: dict[str, Any], model: "MemoryCausalLM", force: bool) -> None:
+    _check_version(path, header)
     differences = _differences(header.get("config"), shape_of(model))
     if differences:
         raise ValueError(f"{path}: made by a model of another shape: {differences}")
