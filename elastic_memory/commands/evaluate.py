@@ -63,14 +63,14 @@ def evaluate(
     if data is None and metrics != ["recall"]:
         raise ValueError("--data is missing: a folder that `elastic prepare` wrote")
     rows = samples(data, split) if data else None
-    if rows is not None:
-        tokens = rows.manifest["tokenizer"]
-        check_tokenizer(checkpoint, tokens["sha256"], f"{rows.folder} ({tokens['name']})")
+    tokenizer = rows.tokenizer() if rows is not None else None
+    if rows is not None and tokenizer is not None:
+        check_tokenizer(checkpoint, tokenizer, f"{rows.folder} ({rows.manifest['tokenizer']['name']})")
     scaled = Settings.scaled(rows.length if rows else 32768)
     task = Task(
         model=load_model(checkpoint),
         rows=Spread(rows, limit or len(rows)) if rows is not None else [],
-        tokenizer=rows.tokenizer() if rows is not None else None,
+        tokenizer=tokenizer,
         conditions=Conditions(
             sampling=sampling, points=points, order=order, corrupt=corrupt, corrupt_layers=corrupt_layers, seed=seed
         ),

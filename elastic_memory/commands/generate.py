@@ -1,50 +1,107 @@
 """`elastic generate`."""
 
+import codecs
+import hashlib
+import io
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from elastic_memory.data.tokenizers import Tokenizer
+    from elastic_memory.model import MemoryCache
+
+CHUNK = 1 << 20  # bytes of a text in memory at a time
 
 
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A run folder, a model folder, or a name on the hub.")],
     prompt_file: Annotated[Path | None, typer.Option(help="Text to read first, of any length.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to read after the file, if there is one.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue, after the file if there is one.")] = None,
     memory: Annotated[
-        Path | None, typer.Option(help="Memory file: read first if it exists, written when done.")
+        Path | None, typer.Option(help="Memory file: loaded if it exists; saved when the --prompt-file was read.")
     ] = None,
+    keep: Annotated[bool, typer.Option(help="Save --prompt and what is generated in --memory, too.")] = False,
     tokens: Annotated[int, typer.Option(help="How many tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this total probability.")] = 0.95,
     seed: Annotated[int, typer.Option(help="Of the choice among tokens.")] = 0,
     sampling: Annotated[str | None, typer.Option(help="Read the memory with another sampling than trained.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside the checkpoint.")] = None,
-    force: Annotated[bool, typer.Option(help="Accept a memory file of other weights of equal shape.")] = False,
+    force: Annotated[bool, typer.Option(help="Accept a memory file of another model of equal shape.")] = False,
 ) -> None:
     """Continue a text of any length, in constant memory.
 
-    Reads the prompt block by block, then writes what the model says next to standard output. With --memory the state is
-    kept in a file of a few MiB, so that a book is read once and asked about many times:
+    Reads --prompt-file piece by piece, then --prompt, and writes what the model says next to standard output. With
+    --memory a book is read once, into a file of a few MiB, and asked about many times. Questions and answers do not
+    change that file, unless --keep is given; a text that it holds already is not read again.
 
         elastic generate runs/my-model --prompt-file book.txt --memory book.memory.safetensors --tokens 0
 
         elastic generate runs/my-model --memory book.memory.safetensors --prompt "In the end"
     """
-    import torch
-    from transformers import TextStreamer
-
-    from elastic_memory.data import load_tokenizer
-    from elastic_memory.evaluation.loading import check_tokenizer, load_model, tokenizer_of
-    from elastic_memory.model import MemoryCache
-
     if tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
         raise ValueError(
             f"tokens={tokens}, temperature={temperature}, top_p={top_p}: give >= 0, >= 0 and 0 < top_p <= 1"
         )
+    _check_files(prompt_file, prompt, memory, keep, tokens)
+    # A pipe can be read once only.
+    digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None
+    model, encoder = load(checkpoint, tokenizer, sampling)
+    cache = _cache(model, memory, force)
+    if prompt_file:
+        cache = _read(model, cache, encoder, prompt_file, memory, digest)
+    if not prompt and not cache.columns:
+        raise ValueError("nothing to continue: give --prompt-file, --prompt, or a --memory that exists")
+    asked = cache.fork() if memory and not keep else cache
+    try:
+        if prompt:
+            _feed(model, asked, (ids for _, ids in encoded([prompt], encoder, "--prompt")))
+        if tokens and not asked.opened[0]:
+            raise ValueError(f"{memory} ends with a block that was closed: give --prompt, so that a new one begins")
+        if tokens:
+            chosen = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
+            _say(model, asked, encoder, seed, max_new_tokens=tokens, do_sample=temperature > 0, **chosen)
+    finally:
+        if keep and memory:
+            _save(asked, memory)
+
+
+def _check_files(prompt_file: Path | None, prompt: str | None, memory: Path | None, keep: bool, tokens: int) -> None:
+    """Refuse what cannot work, or would have no effect, before a model is loaded."""
+    if keep and not memory:
+        raise ValueError("--keep without --memory: name the file that shall hold prompt and answer")
     if memory and (memory.is_dir() or not memory.absolute().parent.is_dir()):
         raise ValueError(f"--memory {memory}: give a file, in a folder that exists")
-    text = _read(prompt_file) + (prompt or "")
+    if prompt_file and prompt_file.is_dir():
+        raise ValueError(f"{prompt_file} is a folder: give a file of text")
+    if prompt_file and not prompt_file.exists():
+        raise FileNotFoundError(f"{prompt_file}: no such file")
+    exists = memory is not None and memory.exists()
+    if not prompt_file and not prompt and not exists:
+        raise ValueError("nothing to continue: give --prompt-file, --prompt, or a --memory that exists")
+    if memory and not prompt_file and not keep and (not exists or (prompt and not tokens)):
+        raise ValueError(
+            f"nothing would be kept in {memory}: give the text to read as --prompt-file, or --keep to save --prompt"
+        )
+
+
+def load(checkpoint: str, tokenizer: str | None, sampling: str | None = None) -> "tuple[Any, Tokenizer]":
+    """The model and its tokenizer, if they belong together and the model has a memory."""
+    from elastic_memory.data import load_tokenizer
+    from elastic_memory.evaluation.loading import check_tokenizer, load_model, tokenizer_of
+    from elastic_memory.model.modeling import MemoryCausalLM
+
     model = load_model(checkpoint)
+    if not isinstance(model, MemoryCausalLM):
+        raise ValueError(
+            f"{checkpoint} is a {type(model).__name__} without memory: give it one by em.attach_memory(model), then "
+            "model.save_pretrained(FOLDER)"
+        )
     encoder = load_tokenizer(tokenizer) if tokenizer else tokenizer_of(checkpoint)
     if encoder is None:
         raise ValueError(f"{checkpoint} has no tokenizer beside it: name one with --tokenizer")
@@ -52,72 +109,161 @@ def generate(
         raise ValueError(
             f"tokenizer {encoder.name} has {encoder.vocab_size} tokens, the model {model.config.vocab_size}"
         )
-    check_tokenizer(checkpoint, encoder.sha256, f"--tokenizer {tokenizer}" if tokenizer else "the copy beside it")
+    check_tokenizer(checkpoint, encoder, f"--tokenizer {tokenizer}" if tokenizer else "the copy beside it")
     if sampling:
         model.set_retrieval(sampling=sampling)
-    static = model.device.type == "cuda" and getattr(model.config, "local_attention", "block") != "full"
-    if memory and memory.exists():
-        cache = MemoryCache.load(memory, model, force=force, static=static)
-    else:
-        cache = MemoryCache(model, static=static)
+    return model, encoder
+
+
+def _cache(model: Any, memory: Path | None, force: bool) -> "MemoryCache":
+    """What the memory file holds, or nothing yet."""
+    from elastic_memory.model import MemoryCache
+
+    static = model.device.type == "cuda" and model.base_model.layers[0].locality.kind != "full"
+    if not memory or not memory.exists():
+        return MemoryCache(model, static=static)
+    cache = MemoryCache.load(memory, model, force=force, static=static)
     if cache.batch > 1:
         raise ValueError(f"{memory} holds {cache.batch} rows: this command continues one")
-    if not text and not cache.columns:
-        raise ValueError("nothing to continue: give --prompt-file, --prompt, or a --memory that exists")
-    if text:
-        _feed(model, cache, torch.tensor(encoder.encode(text).astype("int64"))[None].to(model.device))
-    if tokens:
-        torch.manual_seed(seed)
-        # The newest token is read again, for its logits; the mask says that it is new to the cache.
-        newest = cache.tokens[:, cache.opened[0] - 1 : cache.opened[0]]  # type: ignore[index]
-        cache.rollback(1)
-        written = model.generate(
-            newest,
-            attention_mask=newest.new_ones(1, cache.columns + 1),
-            past_key_values=cache,
-            max_new_tokens=tokens,
-            do_sample=temperature > 0,
-            pad_token_id=0,
-            streamer=TextStreamer(_Decoder(encoder), skip_prompt=True),  # type: ignore[arg-type]
-            **({"temperature": temperature, "top_p": top_p} if temperature > 0 else {}),
-        )
-        model(written[:, -1:], past_key_values=cache)  # the last one, too, belongs to what was said
-    if memory:
-        cache.save(memory)
-        typer.echo(f"{memory}: {cache.clock[0]:,} tokens in {memory.stat().st_size / 2**20:.2f} MiB", err=True)
+    if cache.tokens is None:
+        raise ValueError(f"{memory} was fed embeddings, whose tokens are unknown: this command continues text")
+    return cache
+
+
+def _read(
+    model: Any, cache: "MemoryCache", encoder: "Tokenizer", path: Path, memory: Path | None, digest: str | None
+) -> "MemoryCache":
+    """`cache` after a text, saved; or as it is, if it has read that text already."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    hashed = hashlib.blake2b(digest_size=16)
+    reading = cache.fork()
+    if digest not in cache.texts:
+        # Standard output is for what the model says.
+        with Progress(console=Console(stderr=True), transient=True) as progress, path.open("rb") as file:
+            task = progress.add_task("reading", total=path.stat().st_size if path.is_file() else None)
+            texts = chunks(file, path, hashed)
+
+            def pieces() -> "Iterator[np.ndarray]":
+                for text, ids in encoded(texts, encoder, str(path)):
+                    yield ids
+                    progress.advance(task, len(text.encode()))
+
+            _feed(model, reading, pieces())
+        digest = hashed.hexdigest()
+    if digest in cache.texts:
+        typer.echo(f"{path} is in {memory} already: not read again", err=True)
+        return cache
+    reading.note_text(digest)
+    if memory and reading.columns:
+        _save(reading, memory)
+    return reading
+
+
+def _feed(model: Any, cache: "MemoryCache", pieces: "Iterable[np.ndarray]") -> None:
+    """Read tokens that come in pieces; many at a time, which is faster."""
+    import torch
+
+    from elastic_memory.model.cache import AT_ONCE
+
+    held: list[int] = []
+
+    def read(count: int) -> None:
+        model(torch.tensor([held[:count]], device=model.device), past_key_values=cache, logits_to_keep=1)
+        del held[:count]
+
+    for piece in pieces:
+        held += piece.tolist()
+        while len(held) >= AT_ONCE:
+            read(AT_ONCE)
+    if held:
+        read(len(held))
+
+
+def _say(model: Any, cache: "MemoryCache", encoder: "Tokenizer", seed: int, **options: Any) -> None:
+    """Generate, and show it token by token. However it ends, the cache has read all that was shown."""
+    import torch
+    from transformers import TextStreamer
+
+    class Speech(TextStreamer):
+        """Keeps what it shows; `_Decoder` is all that it asks of a tokenizer."""
+
+        def __init__(self) -> None:
+            super().__init__(_Decoder(encoder), skip_prompt=True)  # type: ignore[arg-type]
+            self.ids: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            if not self.next_tokens_are_prompt:
+                self.ids += value.flatten().tolist()
+            super().put(value)
+
+    torch.manual_seed(seed)
+    speech = Speech()
+    # The newest token is read again, for its logits; the mask says that it is new to the cache.
+    newest = cache.tokens[:, cache.opened[0] - 1 : cache.opened[0]].clone()  # type: ignore[index]
+    cache.rollback(1)
+    start = cache.clock[0]
+    try:
+        mask = newest.new_ones(1, cache.columns + 1)
+        rest = {"attention_mask": mask, "past_key_values": cache, "pad_token_id": 0, "streamer": speech}
+        model.generate(newest, **rest, **options)
+    except BaseException:
+        speech.end()
+        raise
+    finally:
+        unread = [int(newest), *speech.ids][cache.clock[0] - start :]
+        if unread:
+            model(newest.new_tensor([unread]), past_key_values=cache, logits_to_keep=1)
+
+
+def _save(cache: "MemoryCache", memory: Path) -> None:
+    cache.save(memory)
+    typer.echo(f"{memory}: {cache.clock[0]:,} tokens in {memory.stat().st_size / 2**20:.2f} MiB", err=True)
 
 
 class _Decoder:
     """What a streamer asks of a tokenizer."""
 
-    def __init__(self, encoder) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, encoder: "Tokenizer") -> None:
         self.encoder = encoder
 
-    def decode(self, ids, **_) -> str:  # type: ignore[no-untyped-def]
+    def decode(self, ids: Iterable[int], **_: Any) -> str:
         return self.encoder.decode(ids)
 
 
-def _read(path: Path | None) -> str:
-    if path is None:
-        return ""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: give a file of text")
+def encoded(texts: Iterable[str], encoder: "Tokenizer", name: str) -> "Iterator[tuple[str, np.ndarray]]":
+    """Pieces of a text with their tokens, which put together are the tokens of the whole."""
+    from elastic_memory.data.tokenizers import Skip, encode, pieces
+
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+        for piece in pieces(texts, encoder):
+            yield piece.text, encode(piece, encoder)
+    except Skip as reason:
+        raise ValueError(f"{name}: {reason}: it cannot be read in pieces, which takes white space") from None
 
 
-def _feed(model, cache, ids) -> None:  # type: ignore[no-untyped-def]
-    """Read the prompt, with a progress bar where that takes a while."""
-    from rich.console import Console
-    from rich.progress import Progress
+def chunks(file: BinaryIO, path: Path, hashed: Any) -> Iterator[str]:
+    """A text in UTF-8, some of it at a time; its lines end as in Python. `hashed` is given all of it."""
+    lines, done = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True), 0
+    while True:
+        chunk = file.read(CHUNK)
+        try:
+            text = lines.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            place = done - (len(error.object) - len(chunk)) + error.start
+            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {place})") from None
+        done += len(chunk)
+        hashed.update(text.encode())
+        yield text
+        if not chunk:
+            return
 
-    from elastic_memory.model.cache import AT_ONCE
 
-    # Standard output is for what the model says.
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("reading", total=ids.shape[1])
-        for piece in ids.split(AT_ONCE, dim=1):
-            model(piece, past_key_values=cache, logits_to_keep=1)
-            progress.advance(task, piece.shape[1])
+def _digest(path: Path) -> str:
+    """What tells texts apart."""
+    hashed = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        for _ in chunks(file, path, hashed):
+            pass
+    return hashed.hexdigest()

@@ -1,5 +1,6 @@
 """`elastic memory`: texts read into memory files, files joined, files looked into."""
 
+import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from elastic_memory.commands.generate import chunks, encoded, load
 
 SUFFIX = ".memory.safetensors"
 WATCHED = 2**17  # tokens between two steps of a progress bar
@@ -138,12 +141,11 @@ def _show_parts(told: dict[str, Any], row: int) -> None:
 
 def _read(path: Path, target: Path, model: str, tokenizer: str | None, threads: int | None = None) -> str:
     """Read a text into its memory file, if it is not there yet; says what was done."""
-    import torch
-
     from elastic_memory.model import MemoryCache
 
     loaded, encoder = _load(model, tokenizer, threads)
-    ids = torch.from_numpy(_encode(path, encoder))[None].to(loaded.device)
+    hashed = hashlib.blake2b(digest_size=16)
+    ids = _encode(path, encoder, hashed).to(loaded.device)
     if target.exists():
         try:
             cache = MemoryCache.load(target, loaded)
@@ -156,6 +158,7 @@ def _read(path: Path, target: Path, model: str, tokenizer: str | None, threads: 
     cache.name = path.stem
     for piece in _watched(ids, path.name) if threads is None else (ids,):
         cache.read(piece)
+    cache.note_text(hashed.hexdigest())  # `elastic generate` does not read it again, either
     cache.save(target)
     rate = ids.shape[1] / (time.perf_counter() - begin)
     return f"{target}: {ids.shape[1]:,} tokens in {_size(target)}, {rate:,.0f} tokens/s"
@@ -166,38 +169,21 @@ def _load(model: str, tokenizer: str | None, threads: int | None) -> tuple[Any, 
     """The model and the tokenizer that belongs to it, once in a process."""
     import torch
 
-    from elastic_memory.data import load_tokenizer
-    from elastic_memory.evaluation.loading import check_tokenizer, load_model, tokenizer_of
-
     if threads:
         torch.set_num_threads(threads)
-    encoder = load_tokenizer(tokenizer) if tokenizer else tokenizer_of(model)
-    if encoder is None:
-        raise ValueError(f"{model} has no tokenizer beside it: name one with --tokenizer")
-    loaded = load_model(model)
-    most = loaded.config.vocab_size
-    if encoder.vocab_size > most:
-        raise ValueError(f"tokenizer {encoder.name} has {encoder.vocab_size} tokens, the model {most}")
-    check_tokenizer(model, encoder.sha256, f"--tokenizer {tokenizer}" if tokenizer else "the copy beside it")
-    return loaded, encoder
+    return load(model, tokenizer)
 
 
-def _encode(path: Path, encoder: Any) -> Any:
-    """The ids of a text, encoded a piece at a time."""
-    import numpy as np
+def _encode(path: Path, encoder: Any, hashed: Any) -> Any:
+    """The ids of a text, encoded a piece at a time; `hashed` is given the text."""
+    import torch
 
-    from elastic_memory.data.tokenizers import Skip, encode, pieces
-
-    try:
-        with path.open(encoding="utf-8") as file:
-            parts = [encode(piece, encoder) for piece in pieces(iter(lambda: file.read(2**20), ""), encoder)]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except Skip as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    with path.open("rb") as file:
+        texts = encoded(chunks(file, path, hashed), encoder, str(path))
+        parts = [torch.from_numpy(ids.astype("int64")) for _, ids in texts]
     if not parts:
         raise ValueError(f"{path} is empty: there is nothing to read")
-    return np.concatenate(parts).astype("int64")
+    return torch.cat(parts)[None]
 
 
 def _watched(ids: Any, name: str) -> Iterator[Any]:

@@ -11,11 +11,14 @@ the text before must have the same ids with and without what follows.
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from elastic_memory.data.places import missing_folder
 
 PIECE = 8192  # characters; the fastest for Llama 2, twice the speed of whole books
 CONTEXT = 64  # characters on either side of a cut that the tokenizer is asked about
@@ -42,6 +45,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`."""
 
+    def known_as(self, sha256: str) -> bool:
+        """Whether its hash, or the weaker one that it had in older manifests, begins like this."""
+
     def most_tokens(self, size: int) -> int | None:
         """No text of `size` UTF-8 bytes has more tokens than this; None where nothing is known."""
 
@@ -63,6 +69,9 @@ class Bytes:
     def decode(self, ids: Iterable[int]) -> str:  # noqa: D102
         return bytes(ids).decode(errors="replace")
 
+    def known_as(self, sha256: str) -> bool:  # noqa: D102
+        return bool(sha256) and self.sha256.startswith(sha256)
+
     def most_tokens(self, size: int) -> int | None:  # noqa: D102
         return size
 
@@ -77,11 +86,13 @@ class HuggingFace:
     def __init__(self, name: str):
         from transformers import AutoTokenizer
 
+        hint = "give `bytes`, a folder with a tokenizer.json, or a name on the Hugging Face hub"
+        if wrong := missing_folder(name):
+            raise ValueError(f"no tokenizer {name!r}: {hint} ({wrong})")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            hint = "give `bytes`, a folder with a tokenizer.json, or a name on the Hugging Face hub"
             raise ValueError(f"no tokenizer {name!r}: {hint} ({reason})") from None
         self.name = Path(name).resolve().name if Path(name).is_dir() else name
         self.sha256 = tokenizer_hash(self.tokenizer)
@@ -112,6 +123,10 @@ class HuggingFace:
     def decode(self, ids: Iterable[int]) -> str:  # noqa: D102
         return self.tokenizer.decode(list(ids))
 
+    def known_as(self, sha256: str) -> bool:  # noqa: D102
+        hashes = (self.sha256, _former_hash(self.tokenizer))
+        return bool(sha256) and any(known.startswith(sha256) for known in hashes)
+
     def most_tokens(self, size: int) -> int | None:  # noqa: D102
         return size + 1 if self._keeps_size else None
 
@@ -121,13 +136,27 @@ class HuggingFace:
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer `bytes`, of a folder, or of a name on the Hugging Face hub."""
-    if str(name) == "bytes" or (Path(name) / "bytes.json").is_file():
+    if str(name) == "bytes" or (str(name) and (Path(name) / "bytes.json").is_file()):
         return Bytes()
     return HuggingFace(str(name))
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of what a transformers tokenizer does: its vocabulary, and the ids it gives a fixed text."""
+    """SHA-256 of all of a transformers tokenizer: vocabulary, merges, normaliser, decoder and so on."""
+    if tokenizer.is_fast:
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        # What the latest call with padding or truncation left behind.
+        lasting = {name: value for name, value in settings.items() if name not in ("padding", "truncation")}
+        return hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+    with tempfile.TemporaryDirectory() as folder:
+        for path in sorted(map(Path, tokenizer.save_vocabulary(folder))):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _former_hash(tokenizer: Any) -> str:
+    """The hash in manifests and models made before merges and normalisers counted."""
     behaviour = [sorted(tokenizer.get_vocab().items()), tokenizer.encode(_PROBE, add_special_tokens=False)]
     return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from elastic_memory.data import load_tokenizer
+from elastic_memory.data.places import missing_folder
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
@@ -44,6 +45,8 @@ def _missing(path: str) -> Iterator[None]:
 
 def model_folder(path: str) -> str:
     """Where the model of a run lies; any other folder, and a name on the hub, is itself."""
+    if wrong := missing_folder(path):
+        raise FileNotFoundError(wrong)
     inner = Path(path) / "model"
     if (inner / "config.json").exists():
         return str(inner)
@@ -60,13 +63,14 @@ def tokenizer_of(path: str) -> Tokenizer | None:
     return load_tokenizer(str(folder))
 
 
-def check_tokenizer(path: str, found: str, where: str) -> None:
-    """Refuse another tokenizer, given by its hash, than the one a checkpoint was trained with, if it says which."""
+def check_tokenizer(path: str, tokenizer: Tokenizer, where: str) -> None:
+    """Refuse another tokenizer than the one a checkpoint was trained with, if it says which."""
     note = Path(model_folder(path)) / "training.json"
     if not note.exists():
         return
     trained = json.loads(note.read_text())["tokenizer"]
-    if trained != found:
+    if not tokenizer.known_as(trained):
         raise ValueError(
-            f"{path} was trained with tokenizer {trained[:12]}, but {where} has {found[:12]}: use the model's tokenizer"
+            f"{path} was trained with tokenizer {trained[:12]}, but {where} has {tokenizer.sha256[:12]}: use the "
+            "model's tokenizer"
         )

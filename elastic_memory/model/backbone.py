@@ -7,7 +7,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from elastic_memory.attention import without_cudnn
-from elastic_memory.model.cache import MemoryCache, whole_calls
+from elastic_memory.model.cache import MemoryCache
+from elastic_memory.model.calls import whole_calls
 from elastic_memory.model.decoder import Decoder
 from elastic_memory.model.layer import Rope
 from elastic_memory.model.rows import Rows, from_mask, from_positions
@@ -54,7 +55,7 @@ class MemoryBackbone(Mixed):
         if source.shape[1] == 0:
             raise ValueError("no tokens: give at least one column")
         if attention_mask is not None:
-            _check_mask(attention_mask, *source.shape[:2])
+            check_mask(attention_mask, *source.shape[:2])
         if use_cache and past_key_values is None:
             past_key_values = MemoryCache(self._owner())
         if past_key_values is not None:
@@ -209,12 +210,17 @@ class MemoryBackbone(Mixed):
         return hidden
 
 
-def _check_mask(mask: Tensor, rows: int, columns: int) -> None:
-    """Refuse a mask that does not say of every token whether it is real; it may speak of tokens read before, too."""
-    if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < columns:
+def check_mask(mask: Tensor, rows: int, columns: int, before: int | None = None) -> None:
+    """Refuse a mask that does not say of every token whether it is real.
+
+    It may speak of tokens read before, too: of all of them, if it is known that there were `before`.
+    """
+    fits = mask.ndim == 2 and mask.shape[0] == rows and mask.shape[1] >= columns
+    if not fits or (before is not None and mask.shape[1] not in (columns, before + columns)):
+        after = f" after {before}" if before else ""
         raise ValueError(
-            f"attention_mask of shape {list(mask.shape)} for {rows} rows of {columns} tokens: give [batch, column], "
-            "with a column for each token at least"
+            f"attention_mask of shape {list(mask.shape)} for {rows} rows of {columns} tokens{after}: give [batch, "
+            "column], with a column for each new token, or for all that were read before, too"
         )
 
 

@@ -5,8 +5,8 @@ always be taken back, and a rollback inside the open block is exact.
 """
 
 import warnings
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from elastic_memory.model.modeling import MemoryCausalLM
 
 
+TEXTS = 1000  # that a cache can tell were read; each is 32 characters in a memory file
 AT_ONCE = 2**14  # tokens of whole blocks that a stream reads in one go: enough for long products, little to hold
 
 
@@ -60,6 +61,7 @@ class MemoryCache(Composing, Cache):
         self.name: str | None = None  # of the text that is being read
         self.parts: list[list[Part]] = []  # by row: texts that have ended, before the one that is being read
         self.digests: list[str | None] = []  # by row: of the present text's ids in memory; None if they are unknown
+        self.texts: list[str] = []  # what was read, as whoever gave it to the model calls it, newest last
         self.decoder: Decoder | None = None
         self.decoding = False  # whether the decoder's buffers are what this cache holds
         self.recording = False
@@ -198,6 +200,22 @@ class MemoryCache(Composing, Cache):
         """Before more than the clocks changes: keep it to go back to; `anew`, even if something is kept already."""
         if self.undo is not None and (anew or "streams" not in self.undo):
             self.undo = vars(self._view())
+
+    @contextmanager
+    def newest_again(self) -> Iterator[None]:
+        """Take the newest token back, to be read again inside; if nothing is read, it is still there afterwards."""
+        opened, columns = self.opened, self.columns
+        self.rollback(1)
+        clock = self.clock
+        try:
+            yield
+        finally:
+            if self.clock == clock:
+                self.opened, self.columns = opened, columns
+
+    def note_text(self, *digests: str) -> None:
+        """Remember that texts, given by 32 hexadecimal digits, were read: memory files tell them from new ones."""
+        self.texts = [*self.texts, *digests][-TEXTS:]
 
     # -- rows, time travel ---------------------------------------------------------------------------------------------
 
@@ -348,16 +366,3 @@ class MemoryCache(Composing, Cache):
 
     def __repr__(self) -> str:
         return f"MemoryCache(rows={self.batch}, clock={self.clock}, bytes={self.nbytes():,})"
-
-
-def whole_calls(forward: Callable) -> Callable:
-    """A model's `forward` that changes its cache entirely or, if anything in it fails, not at all."""
-
-    @wraps(forward)
-    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
-        if isinstance(cache, MemoryCache):
-            return cache.whole_call(forward, model, *args, **kwargs)
-        return forward(model, *args, **kwargs)
-
-    return call

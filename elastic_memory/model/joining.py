@@ -92,7 +92,7 @@ class _Ended:
     """All that a cache has read, its open block included, as if that had ended: by layer and row."""
 
     def __init__(self, cache: "MemoryCache"):
-        self.columns = cache.columns
+        self.columns, self.texts = cache.columns, cache.texts
         self.parts = [cache.ended_parts(row) for row in range(cache.batch)]
         self.histories = {
             index: [_history(cache, index, row, whole=True) for row in range(cache.batch)]
@@ -102,7 +102,7 @@ class _Ended:
 
     def then(self, other: "_Ended", cache: "MemoryCache") -> "_Ended":
         """The other after this one."""
-        self.columns += other.columns
+        self.columns, self.texts = self.columns + other.columns, self.texts + other.texts
         self.parts = [[*one, *two] for one, two in zip(self.parts, other.parts, strict=True)]
         for index, rows in self.histories.items():
             memory = cache.streams[index].memory
@@ -131,6 +131,8 @@ def _put_behind(cache: "MemoryCache", before: _Ended) -> None:
         cache.seen[row] += sum(part.tokens for part in parts)
         cache.parts[row] = [*parts, *cache.parts[row]]
     cache.columns += before.columns
+    own, cache.texts = cache.texts, before.texts
+    cache.note_text(*own)
     _read_anew(cache, keep_open=cache.locality.sliding)
     if not cache.locality.sliding:  # the open block has not seen what came before: it is read again
         cache.read_open_again()

@@ -85,9 +85,13 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
         "digests": cache.digests,
         "name": cache.name,
         "parts": cache.parts if any(cache.parts) else [],
+        "texts": cache.texts,
     }
     header["content"] = content_hash(header, tensors)
-    _write(path, safetensors.torch.save(tensors, metadata={"elastic_memory": json.dumps(header)}))
+    told = json.dumps(header)
+    if len(json.dumps(told)) > LARGEST_HEADER - 2**16:  # leaves room for what describes the tensors
+        raise ValueError(f"{path}: {sum(map(len, cache.parts)):,} parts are more than a memory file has room to name")
+    _write(path, safetensors.torch.save(tensors, metadata={"elastic_memory": told}))
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -181,6 +185,7 @@ def _fill(cache: "MemoryCache", header: dict[str, Any], tensors: dict[str, Tenso
     cache.digests = header.get("digests", [None] * len(seen))  # files of before they were kept are as good
     cache.name = header.get("name")
     cache.parts = [[Part(*told) for told in row] for row in header.get("parts") or [()] * len(seen)]
+    cache.texts = header["texts"]
     rope = model.base_model.rope()
     for index, (layer, stream) in enumerate(zip(model.base_model.layers, cache.streams, strict=True)):
         stream.state = tuple(tensors[f"layers.{index}.state.{part}"] for part in range(len(stream.state)))
@@ -276,7 +281,9 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         and 0 <= columns < 2**62
         and isinstance(digests := header.get("digests", [None] * len(seen)), list)
         and len(digests) == len(seen)
-        and all(one is None or (isinstance(one, str) and DIGEST.fullmatch(one)) for one in digests)
+        and isinstance(texts := header.get("texts"), list)
+        and all(one is None or (isinstance(one, str) and DIGEST.fullmatch(one)) for one in [*digests, *texts])
+        and None not in texts
     )
     if not good or not _parts_fit(header, block_size):
         raise ValueError(f"{path}: its clock is impossible: seen {seen}, open {opened}, columns {columns}"[:300])

@@ -13,8 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
 from elastic_memory.memory import MEMORIES, Memory
-from elastic_memory.model.backbone import MemoryBackbone, Mixed
-from elastic_memory.model.cache import MemoryCache, whole_calls
+from elastic_memory.model.backbone import MemoryBackbone, Mixed, check_mask
+from elastic_memory.model.cache import MemoryCache
+from elastic_memory.model.calls import whole_calls
 from elastic_memory.model.compilation import compiled
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
@@ -156,6 +157,7 @@ class MemoryCausalLM(Mixed):
         if isinstance(cache, MemoryCache) and cache.columns and ids is not None:
             mask = kwargs.get("attention_mask")
             mask = torch.ones_like(ids) if mask is None else mask
+            check_mask(mask, *ids.shape, before=cache.columns)
             if mask.shape[1] == ids.shape[1] and not cache.holds(ids, mask):
                 kwargs["attention_mask"] = torch.cat((mask.new_ones(len(ids), cache.columns), mask), dim=1)
             elif mask.shape[1] == ids.shape[1] == cache.columns:
@@ -164,7 +166,8 @@ class MemoryCausalLM(Mixed):
                         "the cache has read exactly these tokens, and cannot read the newest again: give what comes "
                         "next. If that looks the same, give an attention_mask that covers what was read, too"
                     )
-                cache.rollback(1)  # the newest token is read again, for its logits
+                with cache.newest_again():  # for its logits
+                    return super().generate(inputs, *args, **kwargs)
         return super().generate(inputs, *args, **kwargs)
 
     def _prepare_cache_for_generation(

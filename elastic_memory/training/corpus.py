@@ -32,10 +32,10 @@ def fit(recipe: Recipe, rows: Samples) -> Recipe:
             f"the data's tokenizer ({name}) has {rows.vocab_size:,} tokens, the model {vocabulary:,}: they do not fit; "
             "prepare with the model's tokenizer"
         )
-    if not tokenizer_sha256(rows).startswith(recipe.tokenizer or ""):
+    tokenizer = rows.tokenizer()  # it goes with the model: it must be the one that made the rows
+    if recipe.tokenizer and not tokenizer.known_as(recipe.tokenizer):
         raise ValueError(
-            f"the data's tokenizer ({name}) is {tokenizer_sha256(rows)[:12]}, the recipe is for {recipe.tokenizer}: "
+            f"the data's tokenizer ({name}) is {tokenizer.sha256[:12]}, the recipe is for {recipe.tokenizer}: "
             "prepare with that one, or --set tokenizer=null to train with any of this size"
         )
-    rows.tokenizer()  # it goes with the model: it must be the one that made the rows
     return recipe

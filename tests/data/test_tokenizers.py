@@ -1,4 +1,9 @@
+import hashlib
+import json
+import re
+import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_memory.data import tokenizers as module
-from elastic_memory.data.tokenizers import Skip, encode, load_tokenizer, pieces
+from elastic_memory.data.tokenizers import Skip, encode, load_tokenizer, pieces, tokenizer_hash
 from tests.data.conftest import KINDS
 
 WORDS = ["the", "cat", "theory", "a", "aaaa", "--------", "<s>", "</s>", "x+=1", ".", "'s"]
@@ -98,6 +103,77 @@ def test_the_hash_follows_what_a_tokenizer_does_not_where_it_is(tokenizers, tmp_
     assert load_tokenizer(tmp_path / "changed").sha256 != tokenizers["byte-level"].sha256
 
 
+def changed(folder, to, change):
+    """A copy of a tokenizer's folder, its tokenizer.json changed."""
+    shutil.copytree(folder, to)
+    settings = json.loads((to / "tokenizer.json").read_text())
+    change(settings)
+    (to / "tokenizer.json").write_text(json.dumps(settings))
+    return load_tokenizer(to)
+
+
+CHANGES = {
+    "merges": lambda settings: settings["model"].update(merges=settings["model"]["merges"][::-1]),
+    "last merge": lambda settings: settings["model"]["merges"].pop(),
+    "normaliser": lambda settings: settings.update(normalizer={"type": "Lowercase"}),
+    "pre-tokeniser": lambda settings: settings["pre_tokenizer"].update(use_regex=False),
+    "decoder": lambda settings: settings.update(decoder={"type": "Fuse"}),
+    "an added token": lambda settings: settings["added_tokens"][0].update(lstrip=True),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_the_hash_covers_all_of_a_tokenizer(what, tokenizers, tokenizer_folders, tmp_path):
+    other = changed(tokenizer_folders["byte-level"], tmp_path / "changed", CHANGES[what])
+    assert other.sha256 != tokenizers["byte-level"].sha256
+    assert not other.known_as(tokenizers["byte-level"].sha256)
+
+
+def test_padding_and_truncation_do_not_change_the_hash(tokenizers, tokenizer_folders):
+    loaded = load_tokenizer(tokenizer_folders["byte-level"]).tokenizer
+    loaded("the cat sat on the mat", max_length=3, truncation=True)
+    loaded.backend_tokenizer.enable_padding(length=30)
+    assert tokenizer_hash(loaded) == tokenizers["byte-level"].sha256
+
+
+def test_a_tokenizer_is_known_by_its_hash_of_before_too(tokenizers):
+    """Rows and models made before merges counted are still of use."""
+    tokenizer = tokenizers["byte-level"].tokenizer
+    probe = "Elastic  memory: naïve café, 12,345 tokens\n\tfor i in range(10): ∑ 漢字 🙂"
+    behaviour = [sorted(tokenizer.get_vocab().items()), tokenizer.encode(probe, add_special_tokens=False)]
+    before = hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
+    for known in (before, before[:16], tokenizers["byte-level"].sha256):
+        assert tokenizers["byte-level"].known_as(known)
+        assert not tokenizers["crossing"].known_as(known)
+    assert tokenizers["bytes"].known_as(tokenizers["bytes"].sha256)
+    assert not tokenizers["bytes"].known_as("0")
+    assert not any(tokenizer.known_as("") for tokenizer in tokenizers.values())
+
+
+def test_files_of_a_tokenizer_without_a_fast_version(tokenizers, tmp_path):
+    """All of its files count, whatever it says of itself."""
+
+    class Slow:
+        is_fast = False
+
+        def get_vocab(self):
+            return {"a": 0}
+
+        def encode(self, text, **_):
+            return [0]
+
+        def save_vocabulary(self, folder):
+            (Path(folder) / "rules.model").write_text(self.rules)
+            return (str(Path(folder) / "rules.model"),)
+
+    hashes = set()
+    for rules in ("one", "two", "two"):
+        slow = Slow()
+        slow.rules = rules
+        hashes.add(tokenizer_hash(slow))
+    assert len(hashes) == 2
+
+
 def test_preparation_settings_do_not_reach_the_saved_tokenizer(tokenizers, tmp_path):
     tokenizers["sentencepiece"].save(tmp_path / "saved")
     saved = load_tokenizer(tmp_path / "saved").tokenizer
@@ -123,3 +199,11 @@ def test_ids_of_the_llama_2_tokenizer_in_pieces(shared):
     parts = in_pieces([text], tokenizer)
     assert len(parts) > 5
     assert np.array_equal(np.concatenate(parts), tokenizer.encode(text))
+
+
+def test_recipes_for_the_llama_2_tokenizer_name_its_hash(shared):
+    recipes = Path(__file__).parents[2] / "recipes"
+    tokenizer = load_tokenizer(shared / "tokenizers" / "llama2")
+    for tier in ("small", "paper"):
+        (named,) = re.findall(r"^tokenizer: ([0-9a-f]+)", (recipes / tier / "base.yaml").read_text(), re.MULTILINE)
+        assert tokenizer.sha256.startswith(named)

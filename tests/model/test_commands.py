@@ -59,7 +59,7 @@ def test_another_tokenizer_than_trained_with_is_refused(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("read", ["a", "aa", "12345678", "123456789", "a book of many blocks"])
 def test_a_memory_file_holds_all_that_was_read_and_written(read, checkpoint, tmp_path):
-    memory = ("--memory", tmp_path / "memory", "--temperature", 0)
+    memory = ("--memory", tmp_path / "memory", "--keep", "--temperature", 0)
     assert generate(checkpoint, "--prompt", read, "--tokens", 0, *memory) == ""
     generate(checkpoint, "--prompt", "!", "--tokens", 7, *memory)
     generate(checkpoint, "--tokens", 6, *memory)
@@ -75,6 +75,10 @@ def test_a_memory_file_holds_all_that_was_read_and_written(read, checkpoint, tmp
     "arguments, message",
     [
         ([], "nothing to continue"),
+        (["--prompt", "x", "--keep"], "--keep without --memory"),
+        (["--prompt", "x", "--memory", "new"], "nothing would be kept in new"),
+        (["--prompt", "x", "--memory", "new", "--tokens", 0], "nothing would be kept in new"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "x", "--tokens", -1], "tokens=-1"),
         (["--prompt", "x", "--temperature", "nan"], "temperature=nan"),
         (["--prompt", "x", "--memory", "nowhere/memory"], "folder that exists"),
@@ -85,8 +89,9 @@ def test_a_memory_file_holds_all_that_was_read_and_written(read, checkpoint, tmp
 )
 def test_bad_input(arguments, message, checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         generate(checkpoint, *arguments)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_texts_and_memory_files_that_are_none(checkpoint, tmp_path):
@@ -94,13 +99,13 @@ def test_texts_and_memory_files_that_are_none(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="not UTF-8"):
         generate(checkpoint, "--prompt-file", tmp_path / "noise")
     with pytest.raises(ValueError, match="not a memory file"):
-        generate(checkpoint, "--prompt", "x", "--memory", tmp_path / "noise")
+        generate(checkpoint, "--prompt", "x", "--keep", "--memory", tmp_path / "noise")
     model = em.MemoryLlamaForCausalLM.from_pretrained(checkpoint).eval()
     cache = em.MemoryCache(model)
     model(torch.ones(2, 5, dtype=torch.long), past_key_values=cache)
     cache.save(tmp_path / "rows")
     with pytest.raises(ValueError, match="2 rows"):
-        generate(checkpoint, "--prompt", "x", "--memory", tmp_path / "rows")
+        generate(checkpoint, "--prompt", "x", "--keep", "--memory", tmp_path / "rows")
 
 
 def test_selfcheck_needs_a_device():

@@ -121,6 +121,26 @@ def test_a_cache_that_was_to_be_forked_for_several_rows_stays_one_row(model):
     assert cache.clock == [10]
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_generation_that_fails_at_its_first_token_takes_nothing_back(static, model):
+    """Exactly what was read is given again, so the newest token is taken back and read again, for its logits."""
+    ids, cache = tokens(1, 20), em.MemoryCache(model, static=static)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    with pytest.raises(ValueError):
+        model.generate(ids, past_key_values=cache, max_new_tokens=3, no_such_option=1)
+    assert cache.clock == [20]
+    hook = fail_at(model, "model.norm", 1)
+    with pytest.raises(Failure):
+        model.generate(ids, past_key_values=cache, max_new_tokens=3, pad_token_id=0)
+    hook.remove()
+    assert cache.clock == [20] and cache.get_seq_length() == 20
+    following = tokens(1, 9, seed=3)
+    with torch.no_grad():
+        logits = model(following, past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(torch.cat((ids, following), 1)).logits[:, 20:], **TOLERANCE)
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_copies_are_forks(copied, model):
     ids, cache = tokens(1, 30), em.MemoryCache(model)
@@ -140,6 +160,15 @@ def test_masks_that_do_not_cover_the_tokens_are_refused(cached, shape, model):
     cache = em.MemoryCache(model) if cached else None
     with pytest.raises(ValueError, match=r"attention_mask of shape .* for 2 rows of 10 tokens"):
         model(tokens(2, 10), attention_mask=torch.ones(shape), past_key_values=cache)
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (1, 10), (3, 10), (2, 12), (2, 15), (1, 17), (2, 18)])
+def test_generation_on_a_warm_cache_refuses_masks_that_do_not_fit(shape, model):
+    cache = em.MemoryCache(model)
+    model(tokens(2, 7), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"attention_mask of shape .* for 2 rows of 10 tokens"):
+        model.generate(tokens(2, 10), attention_mask=torch.ones(shape), past_key_values=cache, max_new_tokens=2)
+    assert cache.clock == [7, 7]
 
 
 @pytest.fixture

@@ -216,12 +216,14 @@ def test_rows_of_different_lengths():
 def test_a_joined_cache_knows_its_parts(tmp_path):
     model, texts = small("elastic"), tokens(1, 50).split([13, 24, 13], dim=1)
     caches = [cache_of(model, text) for text in texts]
-    for cache, name in zip(caches, ("one", "two", "three"), strict=True):
+    for number, (cache, name) in enumerate(zip(caches, ("one", "two", "three"), strict=True)):
         cache.name = name
+        cache.note_text(f"{number:032x}")
     for joined in (em.MemoryCache.join(caches), em.MemoryCache.join([em.MemoryCache.join(caches[:2]), caches[2]])):
         assert joined.holds(torch.cat(texts, dim=1))
         assert [(part.name, part.tokens) for part in joined.parts[0]] == [("one", 13), ("two", 24)]
         assert joined.name == "three"
+        assert joined.texts == [f"{n:032x}" for n in range(3)]
         joined.save(tmp_path / "all")
         loaded = em.MemoryCache.load(tmp_path / "all", model)
         same(model, loaded, joined, 1)
@@ -229,7 +231,7 @@ def test_a_joined_cache_knows_its_parts(tmp_path):
         assert [(part.name, part.tokens) for part in loaded.parts[0]] == [("one", 13), ("two", 24), ("three", 13)]
 
 
-def test_a_thousand_parts_keep_their_precision():
+def test_a_thousand_parts_keep_their_precision(tmp_path):
     model, texts = small("elastic"), tokens(1, 47).split([5, 21, 8, 13], dim=1)
     caches = [cache_of(model, text) for text in texts]
     joined = em.MemoryCache.join(caches * 250)
@@ -238,6 +240,11 @@ def test_a_thousand_parts_keep_their_precision():
         expected = hippo.compress(signal.movedim(2, 0), part.shape[2]).movedim(0, 2)
         assert (part - expected).norm() / expected.norm() < 1e-6
     assert len(joined.parts[0]) == 999
+    joined.save(tmp_path / "thousand")
+    assert em.MemoryCache.load(tmp_path / "thousand", model).parts == joined.parts
+    joined.parts[0] *= 20
+    with pytest.raises(ValueError, match="19,980 parts are more than a memory file has room to name"):
+        joined.save(tmp_path / "thousands")
 
 
 @pytest.mark.parametrize(

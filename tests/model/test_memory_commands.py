@@ -165,6 +165,28 @@ def test_what_does_not_fit_is_refused(checkpoint, books, tmp_path):
     refused("made by the model 'somebody/else', which is no folder here", "join", tmp_path / "foreign", "--out", "x")
 
 
+def test_generate_goes_on_from_such_files(checkpoint, books, tmp_path):
+    memory("read", *books, "--model", checkpoint, "--out", tmp_path)
+    memory("join", *(file_of(tmp_path, name) for name in TEXTS), "--out", tmp_path / "book")
+
+    def generate(*arguments):
+        result = CliRunner().invoke(app, ["generate", str(checkpoint), "--tokens", "3", *map(str, arguments)])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.output
+
+    assert generate("--memory", tmp_path / "book", "--prompt", "and then?")
+    said = generate("--memory", tmp_path / "book", "--prompt-file", books[1])
+    assert f"{books[1]} is in {tmp_path / 'book'} already: not read again" in said
+    model = em.MemoryLlamaForCausalLM.from_pretrained(checkpoint).eval()
+    cache = em.MemoryCache.load(tmp_path / "book", model)
+    cache.close()
+    cache.save(tmp_path / "closed")
+    assert generate("--memory", tmp_path / "closed", "--prompt", "and then?")
+    with pytest.raises(ValueError, match="ends with a block that was closed: give --prompt"):
+        generate("--memory", tmp_path / "closed")
+
+
 def test_a_long_text_is_read_in_pieces(checkpoint, books, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "WATCHED", 37)
     memory("read", books[0], "--model", checkpoint, "--out", tmp_path)
