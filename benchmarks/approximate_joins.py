@@ -31,11 +31,11 @@ MODELS = {
 }
 
 
-def texts():
+def texts(device):
     """Bytes of the standard library: to train on, and to read."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     bodies = [torch.tensor(list(path.read_bytes())) for path in files if path.stat().st_size > 8192]
-    return torch.cat(bodies[16:]), bodies[:16]
+    return torch.cat(bodies[16:]).to(device), [body.to(device) for body in bodies[:16]]
 
 
 def train(model, text, steps):
@@ -88,15 +88,16 @@ def compare(model, bodies, length):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--length", type=int, default=1000, help="bytes of each file that are read")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    text, bodies = texts()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    text, bodies = texts(device)
     results = {"environment": environment(), "steps": args.steps, "length": args.length, "models": {}}
     for name, settings in MODELS.items():
         torch.manual_seed(0)
-        model = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset("tiny", **(SHAPE | settings)))
+        model = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset("tiny", **(SHAPE | settings))).to(device)
         trained = train(model.train(), text, args.steps)
         row = {"training_loss": trained} | compare(model.eval(), bodies, args.length)
         results["models"][name] = row
