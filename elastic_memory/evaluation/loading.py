@@ -21,9 +21,9 @@ def load_model(path: str) -> Any:
 
     A model that was saved with an attached memory gets it back.
     """
-    config = load_config(path)
+    config, folder = load_config(path), model_folder(path)
     with _missing(path):
-        model: Any = AutoModelForCausalLM.from_pretrained(model_folder(path), config=config)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config)
     if getattr(config, SAVED, None):
         model = attach_memory(model)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -31,8 +31,9 @@ def load_model(path: str) -> Any:
 
 def load_config(path: str) -> Any:
     """The configuration of such a model, which is soon there and says whether the model is."""
+    folder = model_folder(path)
     with _missing(path):
-        return AutoConfig.from_pretrained(model_folder(path))
+        return AutoConfig.from_pretrained(folder)
 
 
 @contextmanager

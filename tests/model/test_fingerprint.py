@@ -154,6 +154,12 @@ def test_attached_memories_count():
     assert len(found) == 3
 
 
+def test_an_attached_memory_from_disk_is_the_same_model(tmp_path):
+    model = em.attach_memory(llama(), block_size=16, order=8, points=4)
+    model.save_pretrained(tmp_path)
+    assert fingerprint(em.attach_memory(LlamaForCausalLM.from_pretrained(tmp_path))) == fingerprint(model)
+
+
 @torch.inference_mode()
 def test_weights_made_in_inference_mode(ids):
     model = small_model()
