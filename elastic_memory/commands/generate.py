@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from elastic_memory.model import MemoryCache
 
 CHUNK = 1 << 20  # bytes of a text in memory at a time
+READ = 1 << 17  # tokens read at a time; blocks of so many are read side by side
 
 
 def generate(
@@ -165,18 +166,16 @@ def _feed(model: Any, cache: "MemoryCache", pieces: "Iterable[np.ndarray]") -> N
     """Read tokens that come in pieces; many at a time, which is faster."""
     import torch
 
-    from elastic_memory.model.cache import AT_ONCE
-
     held: list[int] = []
 
     def read(count: int) -> None:
-        model(torch.tensor([held[:count]], device=model.device), past_key_values=cache, logits_to_keep=1)
+        cache.read(torch.tensor([held[:count]], device=model.device))
         del held[:count]
 
     for piece in pieces:
         held += piece.tolist()
-        while len(held) >= AT_ONCE:
-            read(AT_ONCE)
+        while len(held) >= READ:
+            read(READ)
     if held:
         read(len(held))
 

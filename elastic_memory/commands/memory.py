@@ -12,10 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_memory.commands.generate import chunks, encoded, load
+from elastic_memory.commands.generate import READ, chunks, encoded, load
 
 SUFFIX = ".memory.safetensors"
-WATCHED = 2**17  # tokens between two steps of a progress bar
 
 memory = typer.Typer(
     no_args_is_help=True,
@@ -193,7 +192,7 @@ def _watched(ids: Any, name: str) -> Iterator[Any]:
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(name, total=ids.shape[1])
-        for piece in ids.split(WATCHED, dim=1):
+        for piece in ids.split(READ, dim=1):
             yield piece
             progress.advance(task, piece.shape[1])
 

@@ -188,7 +188,7 @@ def test_generate_goes_on_from_such_files(checkpoint, books, tmp_path):
 
 
 def test_a_long_text_is_read_in_pieces(checkpoint, books, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "WATCHED", 37)
+    monkeypatch.setattr(command, "READ", 37)
     memory("read", books[0], "--model", checkpoint, "--out", tmp_path)
     model = em.MemoryLlamaForCausalLM.from_pretrained(checkpoint).eval()
     cache = em.MemoryCache.load(file_of(tmp_path, "one"), model)
