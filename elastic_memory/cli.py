@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "Train what a recipe says; resume what was interrupted.",
     "evaluate": "Perplexity, LongPPL and probes of a checkpoint.",
     "generate": "Continue a text of any length, with the memory kept in a file.",
+    "memory": "Read texts into memory files, join the files, look into them.",
     "reproduce": "Regenerate a table of the paper, its values beside ours.",
     "report": "One self-contained HTML page from a folder of results.",
     "bench": "A short version of the benchmarks, as ratios.",
@@ -42,6 +43,8 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: D102
         name, _, rest = super().resolve_command(ctx, args)
         function = getattr(importlib.import_module(f"elastic_memory.commands.{name}"), str(name))
+        if isinstance(function, typer.Typer):  # a command of several
+            return name, typer.main.get_command(function), rest
         one = typer.Typer(add_completion=False)
         one.command(name, cls=Command, help=function.__doc__)(function)
         return name, typer.main.get_command(one), rest

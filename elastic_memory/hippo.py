@@ -7,6 +7,7 @@ exact for such step functions, so what the paper builds from one matrix per toke
     transition      P[n,m] = r * integral of phi_n(r u) phi_m(u), r = start/end       state at start -> state at end
     projection      K[n,k] = Phi_n((k+1)/t) - Phi_n(k/t), Phi_n' = phi_n              tokens -> state
     basis           R[j,n] = phi_n(u_j)                                               state -> reconstruction at u_j
+    join            C = P(r) C_first + S P(1-r) S C_second, S = diag((-1)^n)          states of parts -> of the whole
 
 Any start and any end will do: there is no longest history. See docs/equations.md for the paper's own formulas.
 """
@@ -181,6 +182,46 @@ def reconstruct(
     device = state.device if device is None else device
     coefficients = state.reshape(len(state), -1).to(device, torch.float64)
     return (basis(len(state), u, device=device) @ coefficients).reshape(-1, *state.shape[1:])
+
+
+def join(
+    first: Float[Tensor, "order ..."],
+    second: Float[Tensor, "order ..."],
+    tokens_first: int | float,
+    tokens_second: int | float,
+    *,
+    device: Device = None,
+) -> Float[Tensor, "order ..."]:
+    """The state of one history after the other, from their states alone: exact, and associative."""
+    for state, name in ((first, "first state"), (second, "second state")):
+        _check_signal(state, name)
+    if first.shape != second.shape:
+        raise ValueError(
+            f"states of shapes {list(first.shape)} and {list(second.shape)}: two of one shape can be joined"
+        )
+    device = first.device if device is None else device
+    operators = joiners(len(first), tokens_first, tokens_second, device=device)
+    parts = (state.reshape(len(state), -1).to(device, torch.float64) for state in (first, second))
+    before, after = (operator @ part for operator, part in zip(operators, parts, strict=True))
+    return (before + after).reshape(first.shape)
+
+
+def joiners(
+    order: int, tokens_first: int | float, tokens_second: int | float, *, device: Device = None
+) -> tuple[Float[Tensor, "order order"], Float[Tensor, "order order"]]:
+    """P(r) and S P(1-r) S, r the first history's share of the tokens: the operators of `join`.
+
+    On a part of [0, 1] a polynomial of degree below `order` is one again, so nothing else of either history is needed.
+    The second is the first seen from the other end, where phi_n(1 - u) = (-1)^n phi_n(u).
+    """
+    _check_order(order)
+    _check_times(0, tokens_first)
+    _check_times(0, tokens_second)
+    both = tokens_first + tokens_second or 1
+    shares = torch.tensor([tokens_first / both, tokens_second / both], dtype=torch.float64, device=device)
+    first, second = transitions(order, shares)
+    sign = 1 - 2 * (torch.arange(order, device=device) % 2)
+    return first, sign[:, None] * second * sign
 
 
 def legendre(u: Float[Tensor, " point"], rows: int, shared: int = 2) -> Iterator[Float[Tensor, "row point"]]:

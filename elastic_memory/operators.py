@@ -110,22 +110,32 @@ class Bank:
             raise ValueError(f"order {self.order} read at {self.points} points: both must be at least 1")
         sampling.resolve(self.sampling, dict(self.options))
 
-    def step(self, start: int, end: int, device: Any, dtype: torch.dtype = torch.float32) -> Step:
-        """The operators that write tokens `start`..`end - 1`, a block of any size, for streaming."""
+    def step(
+        self, start: int, end: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None
+    ) -> Step:
+        """The operators that write tokens `start`..`end - 1`; a stream writes `every` so many, from anywhere on."""
         size = end - start
-        if size < 1 or start < 0 or start % size:
+        if size < 1 or start < 0 or (size != every if every else start % size):
             return _step(self.order, start, end, torch.device(device), dtype)
         block, ahead = start // size, _ahead(self.order * (self.order + size), dtype)
-        return _steps(block // ahead * ahead, ahead, self.order, size, torch.device(device), dtype)[block % ahead]
+        first = block // ahead * ahead
+        return _steps(first, ahead, self.order, size, torch.device(device), dtype, start % size)[block - first]
 
     def reconstruction(
         self, history: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None
     ) -> Float[Tensor, "point order"]:
         """R: what reads the state of a history of that many tokens; a stream asks again `every` so many."""
-        if not every or history % every or not history:
+        if not every or history < every:
             return _reconstructions(0, 1, self, history, torch.device(device), dtype)[0]
         block, ahead = history // every - 1, _ahead(self.order * self.points, dtype)
-        return _reconstructions(block // ahead * ahead, ahead, self, every, torch.device(device), dtype)[block % ahead]
+        first, place = block // ahead * ahead, torch.device(device)
+        return _reconstructions(first, ahead, self, every, place, dtype, history % every)[block - first]
+
+    def joiners(
+        self, first: int, second: int, device: Any, dtype: torch.dtype = torch.float32
+    ) -> tuple[Float[Tensor, "order order"], Float[Tensor, "order order"]]:
+        """What two histories of so many tokens each give to the state of the first followed by the second."""
+        return _joiners(self.order, first, second, torch.device(device), dtype)
 
     def direct(self, history: int, device: Any, dtype: torch.dtype = torch.float32) -> Float[Tensor, "point token"]:
         """W = R K: what reads that many tokens without any state."""
@@ -170,12 +180,14 @@ def _ahead(numbers: int, dtype: torch.dtype) -> int:
 
 @_stretched
 @_constant
-def _steps(first: int, count: int, order: int, size: int, device: torch.device, dtype: torch.dtype) -> tuple[Step, ...]:
-    """What writes each block."""
-    blocks = torch.arange(first, first + count, dtype=torch.float64, device=device)
-    edges = torch.arange(size + 1, dtype=torch.float64, device=device) + blocks[:, None] * size
-    projections = hippo.projections(order, edges / ((blocks + 1) * size)[:, None], dtype)
-    transitions = hippo.transitions(order, blocks / (blocks + 1), dtype)
+def _steps(
+    first: int, count: int, order: int, size: int, device: torch.device, dtype: torch.dtype, offset: int = 0
+) -> tuple[Step, ...]:
+    """What writes each block, the first of which begins at token `offset`."""
+    starts = torch.arange(first, first + count, dtype=torch.float64, device=device) * size + offset
+    edges = torch.arange(size + 1, dtype=torch.float64, device=device) + starts[:, None]
+    projections = hippo.projections(order, edges / (starts + size)[:, None], dtype)
+    transitions = hippo.transitions(order, starts / (starts + size), dtype)
     return tuple(Step(*pair) for pair in zip(transitions, projections, strict=True))
 
 
@@ -186,13 +198,22 @@ def _step(order: int, start: int, end: int, device: torch.device, dtype: torch.d
     return Step(hippo.transition(order, start, end, device=device).to(dtype), projection)
 
 
+@lru_cache(maxsize=CACHED)
+@_constant
+def _joiners(
+    order: int, first: int, second: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Float[Tensor, "order order"], Float[Tensor, "order order"]]:
+    before, after = hippo.joiners(order, first, second, device=device)
+    return before.to(dtype), after.to(dtype)
+
+
 @_stretched
 @_constant
 def _reconstructions(
-    first: int, count: int, bank: Bank, every: int, device: torch.device, dtype: torch.dtype
+    first: int, count: int, bank: Bank, every: int, device: torch.device, dtype: torch.dtype, offset: int = 0
 ) -> Float[Tensor, "history point order"]:
-    """What reads the history that ends with each block."""
-    moments = torch.stack([bank.moments((block + 1) * every) for block in range(first, first + count)])
+    """What reads the history that ends with each block, the first of which begins at token `offset`."""
+    moments = torch.stack([bank.moments(offset + (block + 1) * every) for block in range(first, first + count)])
     return _readers(bank.order, moments, device).to(dtype).contiguous()
 
 

@@ -42,6 +42,21 @@ def test_decoding_times_the_plain_step(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_joining_compares_two_ways_of_reading(processes, tmp_path):
+    out = tmp_path / "joining.json"
+    program = [str(ROOT / "benchmarks" / "joining.py"), "--lengths", "5000", "--exact", "3000", "--repeats", "1"]
+    shared = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if processes > 1 else []
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *shared, *program, "--out", str(out)]
+    subprocess.run(command, capture_output=True, timeout=300, env=environment, check=True)
+    record = json.loads(out.read_text())
+    assert record["processes"] == processes
+    (row,) = record["rows"]
+    assert row["ratio"] == row["side_by_side_tokens_per_s"] / row["in_order_tokens_per_s"]
+    assert row["state_error_float32"] < 1e-4 and row["logits_error_float32"] < 1e-3
+
+
 def test_a_peer_that_catches_everything_is_stopped():
     caught = 0
     with pytest.raises(TimeoutError, match="took more than"), time_limit(0.1):

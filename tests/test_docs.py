@@ -1,7 +1,8 @@
-"""The Python blocks of the README and the guide run as they stand."""
+"""The blocks of the README and the guides, Python and commands, run as they stand."""
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,35 @@ from elastic_memory.reproduction.tables import load
 
 ROOT = Path(__file__).parent.parent
 PREAMBLE = {"README.md": "import torch\nsignal = torch.randn(100, dtype=torch.float64)\n"}
+COMMANDS = """
+def run_command(*words):
+    import glob, subprocess, sys
+    from typer.testing import CliRunner
+    from elastic_memory.cli import app
+    program, *words = [found for word in words for found in (sorted(glob.glob(word)) if "*" in word else [word])]
+    if program == "torchrun":
+        return subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True)
+    assert program == "elastic", program
+    result = CliRunner().invoke(app, words)
+    print(result.output)
+    assert result.exit_code == 0, result.exception
+"""
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def code_of(page):
+    """All blocks of a page as one program; commands are called in its own process, as importing torch takes seconds."""
+    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    lines = [COMMANDS, PREAMBLE.get(page, "")]
+    for language, block in blocks:
+        commands = block.splitlines() if language == "sh" else []
+        lines += [f"run_command(*{shlex.split(line)!r})" for line in commands] or [block]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/composing.md"])
 def test_examples_run(page, tmp_path):
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
-    code = PREAMBLE.get(page, "") + "\n".join(blocks)
+    code = code_of(page)
+    assert code.count("import elastic_memory") > 0
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -257,3 +257,72 @@ SIGNAL = torch.ones(4)
 def test_bad_input_is_named(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def noise(tokens: int, seed: int = 0, features: int = 2) -> torch.Tensor:
+    return torch.randn(tokens, features, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@given(st.integers(1, 80), st.lists(st.integers(0, 400), min_size=2, max_size=2), st.integers(0, 3))
+@quick
+def test_joined_states_are_the_state_of_both_signals(order, lengths, seed):
+    """The oracle: compress the concatenated signal."""
+    parts = noise(sum(lengths) + 1, seed).split([lengths[0] + 1, lengths[1]])
+    states = [hippo.compress(part, order) if len(part) else torch.zeros(order, 2).double() for part in parts]
+    close(hippo.join(*states, *map(len, parts)), hippo.compress(torch.cat(parts), order), 1e-12)
+
+
+@given(st.integers(1, 60), st.lists(st.integers(1, 200), min_size=2, max_size=9), st.randoms(use_true_random=False))
+@quick
+def test_any_association_gives_one_state(order, lengths, dice):
+    parts = noise(sum(lengths)).split(lengths)
+    known = [(hippo.compress(part, order), len(part)) for part in parts]
+    while len(known) > 1:
+        place = dice.randrange(len(known) - 1)
+        (first, before), (second, after) = known[place : place + 2]
+        known[place : place + 2] = [(hippo.join(first, second, before, after), before + after)]
+    close(known[0][0], hippo.compress(torch.cat(parts), order), 1e-12)
+
+
+@given(st.sampled_from([1, 7, 33]), st.integers(2, 10**6), st.floats(0, 1))
+@settings(deadline=None, max_examples=10)
+def test_joined_states_of_long_signals(order, tokens, where):
+    cut = min(max(1, int(tokens * where)), tokens - 1)
+    signal = noise(tokens, features=1)
+    states = [hippo.compress(part, order) for part in (signal[:cut], signal[cut:])]
+    close(hippo.join(*states, cut, tokens - cut), hippo.compress(signal, order), 1e-12)
+
+
+def test_a_join_at_the_papers_order_and_of_many_features():
+    signal = noise(4000).reshape(4000, 2, 1)
+    states = [hippo.compress(part, 540) for part in signal.split([1234, 2766])]
+    joined = hippo.join(*states, 1234, 2766)
+    assert joined.shape == (540, 2, 1)
+    close(joined, hippo.compress(signal, 540), 1e-12)
+    assert hippo.join(states[0].float(), states[1].float(), 1234, 2766).dtype == torch.float64
+
+
+def test_a_thousand_parts_keep_their_precision():
+    """States of float32, as memories keep them; the join itself adds nothing that could be seen."""
+    lengths = [1 + 37 * n % 101 for n in range(1000)]
+    parts = noise(sum(lengths), features=1).split(lengths)
+    state, tokens = torch.zeros(24, 1).double(), 0
+    for part in parts:
+        state = hippo.join(state, hippo.compress(part, 24).float(), tokens, len(part))
+        tokens += len(part)
+    exact = hippo.compress(torch.cat(parts), 24)
+    assert (state - exact).norm() / exact.norm() < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: hippo.join(SIGNAL, SIGNAL[:3], 5, 5), r"shapes \[4\] and \[3\]"),
+        (lambda: hippo.join(SIGNAL, SIGNAL, -1, 5), "time -1"),
+        (lambda: hippo.join(SIGNAL, SIGNAL, 1, math.nan), "time nan"),
+        (lambda: hippo.join(SIGNAL, SIGNAL / 0, 1, 1), "NaN or infinity"),
+    ],
+)
+def test_a_bad_join_is_named(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()

@@ -244,3 +244,24 @@ def test_the_largest_bank_takes_at_most_twice_what_it_returns():
     returned = sum(weight.numel() * weight.element_size() for weight in weights)
     assert torch.cuda.max_memory_allocated() - before < 2 * returned
     close(weights[-1].sum(1).cpu(), np.ones(512), 1e-4)
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 200), samplings)
+@quick
+def test_a_stream_that_began_anywhere_reads_and_writes_the_same(order, size, start, sampling):
+    """Operators of blocks that do not stand at multiples of their size, built for several blocks at once."""
+    bank = Bank(order, 5, sampling)
+    for begin in range(start, start + 20 * size, size):
+        step, end = bank.step(begin, begin + size, CPU, DOUBLE, every=size), begin + size
+        close(step.transition, hippo.transition(order, begin, end), 1e-12)
+        close(step.projection, hippo.projection(order, begin, end), 1e-12)
+        close(bank.reconstruction(end, CPU, DOUBLE, every=size), bank.reconstruction(end, CPU, DOUBLE), 1e-12)
+
+
+def test_a_stream_that_began_anywhere_builds_for_several_blocks_at_once(monkeypatch):
+    built = []
+    real = hippo.transitions
+    monkeypatch.setattr(hippo, "transitions", lambda *args: built.append(1) or real(*args))
+    for begin in range(5, 5 + 32 * 8, 8):
+        Bank(23, 4).step(begin, begin + 8, CPU, every=8)
+    assert len(built) == 2

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from elastic_memory.model import MemoryCache
 
 CHUNK = 1 << 20  # bytes of a text in memory at a time
+READ = 1 << 17  # tokens read at a time; blocks of so many are read side by side
 
 
 def generate(
@@ -51,7 +52,7 @@ def generate(
     _check_files(prompt_file, prompt, memory, keep, tokens)
     # A pipe can be read once only.
     digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None
-    model, encoder = _load(checkpoint, tokenizer, sampling)
+    model, encoder = load(checkpoint, tokenizer, sampling)
     cache = _cache(model, memory, force)
     if prompt_file:
         cache = _read(model, cache, encoder, prompt_file, memory, digest)
@@ -60,7 +61,9 @@ def generate(
     asked = cache.fork() if memory and not keep else cache
     try:
         if prompt:
-            _feed(model, asked, (ids for _, ids in _encoded([prompt], encoder, "--prompt")))
+            _feed(model, asked, (ids for _, ids in encoded([prompt], encoder, "--prompt")))
+        if tokens and not asked.opened[0]:
+            raise ValueError(f"{memory} ends with a block that was closed: give --prompt, so that a new one begins")
         if tokens:
             chosen = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
             _say(model, asked, encoder, seed, max_new_tokens=tokens, do_sample=temperature > 0, **chosen)
@@ -88,7 +91,7 @@ def _check_files(prompt_file: Path | None, prompt: str | None, memory: Path | No
         )
 
 
-def _load(checkpoint: str, tokenizer: str | None, sampling: str | None) -> "tuple[Any, Tokenizer]":
+def load(checkpoint: str, tokenizer: str | None, sampling: str | None = None) -> "tuple[Any, Tokenizer]":
     """The model and its tokenizer, if they belong together and the model has a memory."""
     from elastic_memory.data import load_tokenizer
     from elastic_memory.evaluation.loading import check_tokenizer, load_model, tokenizer_of
@@ -141,10 +144,10 @@ def _read(
         # Standard output is for what the model says.
         with Progress(console=Console(stderr=True), transient=True) as progress, path.open("rb") as file:
             task = progress.add_task("reading", total=path.stat().st_size if path.is_file() else None)
-            texts = _chunks(file, path, hashed)
+            texts = chunks(file, path, hashed)
 
             def pieces() -> "Iterator[np.ndarray]":
-                for text, ids in _encoded(texts, encoder, str(path)):
+                for text, ids in encoded(texts, encoder, str(path)):
                     yield ids
                     progress.advance(task, len(text.encode()))
 
@@ -163,18 +166,16 @@ def _feed(model: Any, cache: "MemoryCache", pieces: "Iterable[np.ndarray]") -> N
     """Read tokens that come in pieces; many at a time, which is faster."""
     import torch
 
-    from elastic_memory.model.cache import AT_ONCE
-
     held: list[int] = []
 
     def read(count: int) -> None:
-        model(torch.tensor([held[:count]], device=model.device), past_key_values=cache, logits_to_keep=1)
+        cache.read(torch.tensor([held[:count]], device=model.device))
         del held[:count]
 
     for piece in pieces:
         held += piece.tolist()
-        while len(held) >= AT_ONCE:
-            read(AT_ONCE)
+        while len(held) >= READ:
+            read(READ)
     if held:
         read(len(held))
 
@@ -230,7 +231,7 @@ class _Decoder:
         return self.encoder.decode(ids)
 
 
-def _encoded(texts: Iterable[str], encoder: "Tokenizer", name: str) -> "Iterator[tuple[str, np.ndarray]]":
+def encoded(texts: Iterable[str], encoder: "Tokenizer", name: str) -> "Iterator[tuple[str, np.ndarray]]":
     """Pieces of a text with their tokens, which put together are the tokens of the whole."""
     from elastic_memory.data.tokenizers import Skip, encode, pieces
 
@@ -241,7 +242,7 @@ def _encoded(texts: Iterable[str], encoder: "Tokenizer", name: str) -> "Iterator
         raise ValueError(f"{name}: {reason}: it cannot be read in pieces, which takes white space") from None
 
 
-def _chunks(file: BinaryIO, path: Path, hashed: Any) -> Iterator[str]:
+def chunks(file: BinaryIO, path: Path, hashed: Any) -> Iterator[str]:
     """A text in UTF-8, some of it at a time; its lines end as in Python. `hashed` is given all of it."""
     lines, done = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True), 0
     while True:
@@ -262,6 +263,6 @@ def _digest(path: Path) -> str:
     """What tells texts apart."""
     hashed = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        for _ in _chunks(file, path, hashed):
+        for _ in chunks(file, path, hashed):
             pass
     return hashed.hexdigest()

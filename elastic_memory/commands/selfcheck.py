@@ -12,8 +12,8 @@ def selfcheck(
 ) -> None:
     """Check, on this machine, every equivalence that the library relies on, and print the largest errors.
 
-    Streams against one call, padded against single rows, saved and loaded, checkpointed, compiled, both roads of the
-    operators, and the operators themselves. Exit code 1 if any error exceeds its bound.
+    Streams against one call, blocks read side by side, padded against single rows, saved and loaded, checkpointed,
+    compiled, both roads of the operators, and the operators themselves. Exit code 1 if any error exceeds its bound.
 
         elastic selfcheck --device cuda
     """
@@ -69,6 +69,11 @@ def operator_checks(device: str) -> Iterator[tuple[str, float, float]]:
     yield "transition of no time is the identity", float((second - torch.eye(order, device=there)).abs().max()), 1e-12
     norm = float(torch.linalg.matrix_norm(first, 2))
     yield "transition has norm sqrt(start / end)", abs(norm - (8 / 10) ** 0.5), 1e-9
+
+    parts = [torch.randn(n, 2, device=there, generator=torch.Generator(there).manual_seed(n)) for n in (1500, 2500)]
+    one, other = (hippo.compress(part, order) for part in parts)
+    joined = hippo.join(one, other, 1500, 2500)
+    yield "joined states = state of both", float((joined - hippo.compress(torch.cat(parts), order)).abs().max()), 1e-10
 
     bank = Bank(order, 512, "exponential")
     signal = torch.randn(size * blocks, 8, device=there, generator=torch.Generator(there).manual_seed(0))
@@ -155,6 +160,17 @@ def _saved(model: Any, ids: Any) -> float:
     return float((logits - _once(model, ids)).abs().max())
 
 
+def _side_by_side(model: Any, ids: Any) -> float:
+    import torch
+
+    from elastic_memory.model import MemoryCache
+
+    cache = MemoryCache(model)
+    cache.read(ids[:, :90])
+    with torch.no_grad():
+        return float((model(ids[:, 90:], past_key_values=cache).logits - _once(model, ids)[:, 90:]).abs().max())
+
+
 def _causal(model: Any, ids: Any) -> float:
     changed = ids.clone()
     changed[:, 60:] = 511 - changed[:, 60:]
@@ -202,6 +218,7 @@ MODEL_CHECKS: dict[str, Callable[[Any, Any], float]] = {
     "streamed = one call": _streamed,
     "padded = alone": _padded,
     "prompt in pieces = at once": _prefilled,
+    "blocks side by side = one call": _side_by_side,
     "saved and loaded = one call": _saved,
     "the past does not know the future": _causal,
     "checkpointed gradients = plain": _checkpointed,

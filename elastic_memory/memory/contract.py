@@ -69,13 +69,14 @@ class Memory(nn.Module):
     source: ClassVar[str] = ""
     phrase: ClassVar[str] = ""
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history
-    joins: bool = False  # the reading is (key, value): further columns in the block's own softmax
+    shares_softmax: bool = False  # the reading is (key, value): further columns in the block's own softmax
     parallel: ClassVar[bool] = True  # the state depends on keys and values only, so all blocks are read at once
     by_row: ClassVar[bool] = False  # works as well if its parameters have an axis of rows in front
     reads: ClassVar[bool] = True  # something, at some time
     reads_start: bool = False  # block 0 reads the empty state
     front_size: int = 0  # tokens of `front`, for which positions are then computed once
     no_sliding: str | None = None  # why `local_attention="sliding"` is undefined, where it is
+    no_join: str | None = "it does not say how"  # why states of parts do not give the state of the whole
 
     def __init__(self, geometry: Geometry, *, detach_every: int | None = None):
         super().__init__()
@@ -128,6 +129,12 @@ class Memory(nn.Module):
         """The state after `block`, which begins at token `seen`."""
         raise NotImplementedError
 
+    def join(self, state: State, seen: int, other: State, other_seen: int) -> State:
+        """The state after two histories one after the other, each read from its beginning, of `seen` and `other_seen`
+        tokens; in the precision of the states. Optional: a mechanism that has it sets `no_join` to None.
+        """
+        raise ValueError(f"{type(self).__name__} cannot join two states: {self.no_join}")
+
     def front(self, state: State) -> Float[Tensor, "batch front width"] | None:
         """Tokens right before the next block, if keys and values of these are all there is to read.
 
@@ -153,7 +160,7 @@ class Memory(nn.Module):
         reading: Reading,
         visible: Bool[Tensor, "batch column"] | None,
     ) -> Float[Tensor, "batch head token dim"]:
-        """Combine the block's own attention with the reading (mechanisms that do not join the softmax).
+        """Combine the block's own attention with the reading (mechanisms that do not share its softmax).
 
         `visible` is given when rows have readings of different sizes; a row without any keeps `local`.
         """

@@ -23,7 +23,8 @@ class ElasticMemory(Memory):
 
     source = "Towards Compressive and Scalable Recurrent Memory (arXiv 2602.11212)"
     phrase = "the history as a polynomial, read at chosen moments"
-    joins = True
+    shares_softmax = True
+    no_join = None
 
     def __init__(
         self,
@@ -74,11 +75,19 @@ class ElasticMemory(Memory):
     @full_precision
     def write(self, state: State, block: Block, seen: int) -> ElasticState:
         """C <- P C + K F (eq. 6)."""
-        step = self.bank.step(seen, seen + block.key.shape[2], block.key.device)
+        end, every = seen + block.key.shape[2], self.geometry.block_size
+        step = self.bank.step(seen, end, block.key.device, every=every)
         key, value = (
             step.transition @ part + step.projection @ signal.float()
             for part, signal in zip(state, (block.key, block.value), strict=True)
         )
+        return ElasticState(key, value)
+
+    @full_precision
+    def join(self, state: State, seen: int, other: State, other_seen: int) -> ElasticState:
+        """C = P(r) C_first + S P(1-r) S C_second: `hippo.join`."""
+        first, second = self.bank.joiners(seen, other_seen, state[0].device, state[0].dtype)
+        key, value = (first @ before + second @ after for before, after in zip(state, other, strict=True))
         return ElasticState(key, value)
 
     def read_all(

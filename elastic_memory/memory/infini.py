@@ -46,6 +46,9 @@ class InfiniMemory(Memory):
 
     source = "Leave No Context Behind: Infini-attention (arXiv 2404.07143)"
     phrase = "keys and values summed into one matrix per head"
+    no_join: str | None = (
+        "the delta rule writes what memory lacks, which depends on all that came before; update='linear' joins"
+    )
 
     def __init__(
         self,
@@ -61,6 +64,8 @@ class InfiniMemory(Memory):
         self.update = one_of("update", update, ("delta", "linear"))
         self.memory_norm = one_of("memory_norm", memory_norm, ("output", "qk", "none"))
         self.reads_start = one_of("first_block", first_block, ("bypass", "zero")) == "zero"
+        if self.update == "linear":
+            self.no_join = None
         self.first_gate = first_gate
         self.gate = nn.Parameter(torch.empty(geometry.heads))
         self.reset()
@@ -112,6 +117,12 @@ class InfiniMemory(Memory):
         if self.update == "delta":
             value = value - feature @ matrix / (feature @ normaliser[..., None] + EPSILON)
         return InfiniState(matrix + feature.mT @ value, normaliser + feature.sum(2))
+
+    def join(self, state: State, seen: int, other: State, other_seen: int) -> State:
+        """Sums of both (linear rule)."""
+        if self.no_join:
+            return super().join(state, seen, other, other_seen)
+        return InfiniState(*(before + after for before, after in zip(state, other, strict=True)))
 
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host

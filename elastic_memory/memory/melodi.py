@@ -20,9 +20,10 @@ class MelodiMemory(Memory):
 
     source = "MELODI (arXiv 2410.03156), its propagation inside layers"
     phrase = "summary tokens and a learned mixer of whole blocks"
-    joins = True
+    shares_softmax = True
     parallel = False
     by_row = True
+    no_join = "each summary was written by a block that had read the one before"
     no_sliding = "its mixer summarises disjoint blocks; in sliding windows a token belongs to many"
 
     def __init__(

@@ -29,6 +29,7 @@ class MemorizingMemory(Memory):
 
     source = "Memorizing Transformers (arXiv 2203.08913), without its kNN search"
     phrase = "a queue of the newest tokens, attended in full"
+    no_join = None
 
     def __init__(
         self,
@@ -43,13 +44,13 @@ class MemorizingMemory(Memory):
         super().__init__(geometry, detach_every=detach_every)
         if order < 1:
             raise ValueError(f"a queue of {order} tokens: give an order (memory_order) from 1 on")
-        self.joins = one_of("combine", combine, ("gate", "joint")) == "joint"
+        self.shares_softmax = one_of("combine", combine, ("gate", "joint")) == "joint"
         self.positions = one_of("positions", positions, ("none", "query", "full"))
-        if self.joins and positions == "none":
+        if self.shares_softmax and positions == "none":
             raise ValueError("combine='joint' is one softmax of rotated queries: give positions 'query' or 'full'")
         self.order = self.reach = order
         self.detach_memory = detach_memory
-        if self.joins:
+        if self.shares_softmax:
             self.no_sliding = "queue and window would hold the same tokens, and count them twice in one softmax"
         else:
             self.gate = nn.Parameter(torch.empty(geometry.heads))
@@ -57,7 +58,7 @@ class MemorizingMemory(Memory):
 
     def reset(self) -> None:
         """Gates half open."""
-        if not self.joins:
+        if not self.shares_softmax:
             nn.init.zeros_(self.gate)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> Queue:
@@ -75,6 +76,15 @@ class MemorizingMemory(Memory):
         key, value = (
             torch.cat((part[:, :, signal.shape[2] :], wide(self._stored(signal[:, :, -self.order :]))), dim=2)
             for part, signal in zip(state, (block.key, block.value), strict=True)
+        )
+        return Queue(key, value)
+
+    def join(self, state: State, seen: int, other: State, other_seen: int) -> Queue:
+        """The newer tokens in, as many of the older out."""
+        new = min(other_seen, self.order)
+        key, value = (
+            torch.cat((before[:, :, new:], after[:, :, self.order - new :]), dim=2)
+            for before, after in zip(state, other, strict=True)
         )
         return Queue(key, value)
 

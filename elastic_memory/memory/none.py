@@ -15,6 +15,7 @@ class NoMemory(Memory):
     phrase = "Transformer++: no memory, the baseline and the layers in between"
     reach = 0
     reads = False
+    no_join = None
 
     @classmethod
     def layers(cls, count: int) -> list[int]:
@@ -35,6 +36,10 @@ class NoMemory(Memory):
         return ()
 
     def write(self, state: State, block: Block, seen: int) -> State:
+        """Nothing."""
+        return ()
+
+    def join(self, state: State, seen: int, other: State, other_seen: int) -> State:
         """Nothing."""
         return ()
 

@@ -17,7 +17,8 @@ class RecentMemory(Memory):
 
     source = "control: elastic memory beside a queue, at equal floats"
     phrase = "the newest tokens raw, the whole history as a polynomial"
-    joins = True
+    shares_softmax = True
+    no_join = None
     no_sliding = "queue and window would hold the same tokens, and count them twice in one softmax"
 
     def __init__(
@@ -56,6 +57,11 @@ class RecentMemory(Memory):
     def write(self, state: State, block: Block, seen: int) -> State:
         """Each on its own."""
         return (*self.elastic.write(state[:2], block, seen), *self.queue.write(state[2:], block, seen))
+
+    def join(self, state: State, seen: int, other: State, other_seen: int) -> State:
+        """Each on its own."""
+        coefficients = self.elastic.join(state[:2], seen, other[:2], other_seen)
+        return (*coefficients, *self.queue.join(state[2:], seen, other[2:], other_seen))
 
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host

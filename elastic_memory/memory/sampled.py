@@ -45,7 +45,8 @@ class SampledMemory(Memory):
 
     source = "control: elastic memory's samplings on raw tokens"
     phrase = "raw tokens kept near the sampled moments"
-    joins = True
+    shares_softmax = True
+    no_join = "which tokens are still there depends on where earlier blocks ended"
 
     def __init__(
         self,

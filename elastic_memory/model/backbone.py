@@ -205,7 +205,7 @@ class MemoryBackbone(Mixed):
             cache.record()
         for seen, full in groups.items():
             for layer, stream in zip(self.layers, cache.streams, strict=True):
-                layer.close(rope, stream, full, seen)
+                layer.close(rope, stream, full, seen, cache.block_size)
             cache.closed(full)
         return bool(groups)
 

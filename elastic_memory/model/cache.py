@@ -4,7 +4,6 @@ A block is folded into memory when the first token after it arrives, not before:
 always be taken back, and a rollback inside the open block is exact.
 """
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +14,9 @@ import torch
 from transformers.cache_utils import Cache
 
 from elastic_memory.model import memory_file
+from elastic_memory.model.composing import Composing, digest
 from elastic_memory.model.decoder import Decoder
-from elastic_memory.model.stream import LayerStream, Segment
+from elastic_memory.model.stream import LayerStream, Part, Segment
 from elastic_memory.shapes import Int, Tensor
 
 if TYPE_CHECKING:
@@ -27,13 +27,15 @@ TEXTS = 1000  # that a cache can tell were read; each is 32 characters in a memo
 AT_ONCE = 2**14  # tokens of whole blocks that a stream reads in one go: enough for long products, little to hold
 
 
-class MemoryCache(Cache):
+class MemoryCache(Composing, Cache):
     """State, open block and clock of each row of a batch.
 
     `static=True` keeps room for a whole block from the beginning, and decodes single tokens by a CUDA graph.
 
     Pass it as `past_key_values`. A cache of one row given to a call with several rows is forked for each of them: one
     book, many questions.
+
+    `name` is what the text that is being read shall be called, once it is a part of more.
     """
 
     def __init__(self, model: "MemoryCausalLM", static: bool = False):
@@ -56,7 +58,9 @@ class MemoryCache(Cache):
         self.opened: list[int] = []  # tokens in the open block, by row
         self.columns = 0  # columns fed so far, padding included
         self.tokens: Tensor | None = None  # ids of the open block
-        self.digests: list[str | None] = []  # of the ids in memory, by row; None if they are unknown
+        self.name: str | None = None  # of the text that is being read
+        self.parts: list[list[Part]] = []  # by row: texts that have ended, before the one that is being read
+        self.digests: list[str | None] = []  # by row: of the present text's ids in memory; None if they are unknown
         self.texts: list[str] = []  # what was read, as whoever gave it to the model calls it, newest last
         self.decoder: Decoder | None = None
         self.decoding = False  # whether the decoder's buffers are what this cache holds
@@ -86,6 +90,7 @@ class MemoryCache(Cache):
                 for memory in self.memories
             ]
             self.seen, self.opened, self.digests, self.device = [0] * batch, [0] * batch, [""] * batch, device
+            self.parts = [[] for _ in range(batch)]
         elif device != self.device:
             raise ValueError(f"tokens on {device}, a cache on {self.device}: save it, and load it where the model is")
         elif batch != self.batch:
@@ -136,10 +141,11 @@ class MemoryCache(Cache):
             self.before = self.fork()
 
     def closed(self, rows: list[int]) -> None:
-        """The open blocks of `rows` are in memory now."""
-        blocks = [None] * len(rows) if self.tokens is None else self.tokens[rows, : self.block_size].cpu()
+        """The open blocks of `rows`, all of one length, are in memory now."""
+        opened = self.opened[rows[0]]
+        blocks = [None] * len(rows) if self.tokens is None else self.tokens[rows, :opened].cpu()
         for row, ids in zip(rows, blocks, strict=True):
-            self.digests[row] = _digest(self.digests[row], ids)
+            self.digests[row] = digest(self.digests[row], ids)
             self.seen[row] += self.opened[row]
             self.opened[row] = 0
         if self.tokens is not None:  # the next block's ids must not overwrite what a failing call goes back to
@@ -159,7 +165,7 @@ class MemoryCache(Cache):
         pieces = [None] * blocks if ids is None else ids.cpu().split(self.block_size, dim=1)
         for piece in pieces:
             for row in range(self.batch):
-                self.digests[row] = _digest(self.digests[row], None if piece is None else piece[row])
+                self.digests[row] = digest(self.digests[row], None if piece is None else piece[row])
         self.seen = [seen + blocks * self.block_size for seen in self.seen]
 
     @torch.inference_mode(False)
@@ -170,27 +176,6 @@ class MemoryCache(Cache):
         said = {stream.refresh(self.seen, layer.host(rope), self.model.dtype) for layer, stream in layers} - {None}
         for sentence in sorted(filter(None, said)):
             warnings.warn(f"memory of a warm cache: {sentence}", stacklevel=4)
-
-    def holds(self, ids: Int[Tensor, "rows column"], mask: Int[Tensor, "rows column"] | None = None) -> bool:
-        """Whether `ids` is a whole sequence that begins with all that was read. Of embeddings nobody can tell."""
-        if len(ids) % self.batch or ids.shape[1] < self.columns:
-            return False
-        repeats, columns = len(ids) // self.batch, ids[:, : self.columns].cpu().long()
-        real = torch.ones_like(columns) if mask is None else mask[:, : self.columns].cpu()
-        return all(self._has_read(row // repeats, columns[row, real[row] != 0]) for row in range(len(ids)))
-
-    def _has_read(self, row: int, ids: Int[Tensor, " token"]) -> bool:
-        """Whether these are the tokens of a row, padding in front of them aside."""
-        seen, opened, known = self.seen[row], self.opened[row], self.digests[row]
-        if known is None or len(ids) < seen + opened or (opened and self.tokens is None):
-            return False
-        ids = ids[len(ids) - seen - opened :]
-        if opened and not torch.equal(ids[seen:], self.tokens[row, :opened].cpu()):  # type: ignore[index]
-            return False
-        digest: str | None = ""
-        for start in range(0, seen, self.block_size):
-            digest = _digest(digest, ids[start : start + self.block_size])
-        return digest == known
 
     # -- calls that fail -----------------------------------------------------------------------------------------------
 
@@ -206,7 +191,7 @@ class MemoryCache(Cache):
         try:
             return forward(*args, **kwargs)
         except BaseException:
-            vars(self).update(self.undo, decoding=False)
+            self.__dict__.update(self.undo, decoding=False)
             raise
         finally:
             self.undo = None
@@ -228,9 +213,9 @@ class MemoryCache(Cache):
             if self.clock == clock:
                 self.opened, self.columns = opened, columns
 
-    def note_text(self, digest: str) -> None:
-        """Remember that a text, given by 32 hexadecimal digits, was read: memory files tell it from new ones."""
-        self.texts = [*self.texts, digest][-TEXTS:]
+    def note_text(self, *digests: str) -> None:
+        """Remember that texts, given by 32 hexadecimal digits, were read: memory files tell them from new ones."""
+        self.texts = [*self.texts, *digests][-TEXTS:]
 
     # -- rows, time travel ---------------------------------------------------------------------------------------------
 
@@ -239,7 +224,7 @@ class MemoryCache(Cache):
         """Keep, repeat or reorder rows."""
         chosen = rows.tolist()
         self.seen, self.opened = [self.seen[row] for row in chosen], [self.opened[row] for row in chosen]
-        self.digests = [self.digests[row] for row in chosen]
+        self.digests, self.parts = [self.digests[row] for row in chosen], [list(self.parts[row]) for row in chosen]
         self.tokens = None if self.tokens is None else self.tokens[rows.to(self.tokens.device)]
         self.decoding = False
         for stream in self.streams:
@@ -252,6 +237,7 @@ class MemoryCache(Cache):
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy.seen, copy.opened, copy.digests = list(self.seen), list(self.opened), list(self.digests)
+        copy.parts = [list(parts) for parts in self.parts]
         copy.streams = [stream.view() for stream in self.streams]
         copy.before = None if self.before is None else self.before._view()
         copy.undo = None
@@ -290,7 +276,7 @@ class MemoryCache(Cache):
                     f"rollback({tokens}): only {min(self.opened, default=0)} tokens are in the open block; older ones "
                     "are compressed. Take a fork() before you read what you may want to undo"
                 )
-            for name in ("streams", "seen", "digests", "tokens"):
+            for name in ("streams", "seen", "digests", "parts", "name", "tokens"):
                 setattr(self, name, getattr(self.before, name))
             self.before = None
         self.opened = [now - seen for now, seen in zip(clock, self.seen, strict=True)]
@@ -380,10 +366,3 @@ class MemoryCache(Cache):
 
     def __repr__(self) -> str:
         return f"MemoryCache(rows={self.batch}, clock={self.clock}, bytes={self.nbytes():,})"
-
-
-def _digest(before: str | None, block: Int[Tensor, " token"] | None) -> str | None:
-    """What identifies the tokens of all blocks so far, given what identified those before this one."""
-    if before is None or block is None:
-        return None
-    return hashlib.blake2b(before.encode() + block.long().numpy().tobytes(), digest_size=16).hexdigest()

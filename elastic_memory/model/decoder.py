@@ -100,7 +100,7 @@ class Decoder:
                 mask = torch.zeros_like(visible, dtype=hidden.dtype).masked_fill_(~visible, -torch.inf)
                 shared[memory, before] = self.positions + stream.front, mask
             columns, mask = shared[memory, before]
-            visible = None if stream.memory.joins else self.remembered[index]
+            visible = None if stream.memory.shares_softmax else self.remembered[index]
             hidden = layer.decode(
                 hidden, shared["rope"], self.positions, columns, self.buffers[index], mask, self.readings[index],
                 visible,
@@ -222,6 +222,6 @@ def _is_plain(layer: Any, backbone: Any) -> bool:
         and not torch.is_autocast_enabled(device.type)
         and isinstance(mlp.act_fn, (nn.SiLU, type(ACT2FN["silu"])))
         and not hasattr(attention, "q_norm")
-        and (memory.joins or not memory.start(1, "meta"))
+        and (memory.shares_softmax or not memory.start(1, "meta"))
         and type(memory).prepare is Memory.prepare
     )

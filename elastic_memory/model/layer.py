@@ -85,7 +85,7 @@ class MemoryAttention(nn.Module):
         mask: Bool[Tensor, "*rows query key"] | None = None,
         visible: Bool[Tensor, "batch column"] | None = None,
     ) -> Heads:
-        """Attention of a block: `key` and `value` are all its columns, those of a joining memory in front included."""
+        """Attention of a block: `key` and `value` are all its columns, those of memory in front included."""
         return self.remember(self.attend(rotated, key, value, mask), query, rotated, reading, visible)
 
     def attend(
@@ -104,8 +104,8 @@ class MemoryAttention(nn.Module):
         reading: Reading | None,
         visible: Bool[Tensor, "batch column"] | None = None,
     ) -> Heads:
-        """What a memory that does not join the softmax adds to the block's own attention."""
-        if not reading or self.memory.joins:
+        """What a memory outside the block's softmax adds to the block's own attention."""
+        if not reading or self.memory.shares_softmax:
             return local
         return self.memory.mix(local, query, rotated, reading, visible)
 
@@ -124,9 +124,9 @@ class MemoryAttention(nn.Module):
         """The block's own keys and values, as attention gets to see them."""
         return (key, value) if self.corrupt is None else self.corrupt(key, value)
 
-    def join(self, reading: Reading | None, key: Heads, value: Heads) -> tuple[Heads, Heads]:
-        """Memory tokens in front of the block's own, if this memory joins the softmax."""
-        if not reading or not self.memory.joins:
+    def prepend(self, reading: Reading | None, key: Heads, value: Heads) -> tuple[Heads, Heads]:
+        """Memory tokens in front of the block's own, if this memory shares the softmax."""
+        if not reading or not self.memory.shares_softmax:
             return key, value
         return torch.cat((reading[0].to(key.dtype), key), 2), torch.cat((reading[1].to(value.dtype), value), 2)
 
@@ -246,7 +246,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         attention, length = self.self_attn, hidden.shape[1]
         size = self.locality.span(length)
         query, key, value = heads
-        apart = len(readings) > 0 and not attention.memory.joins
+        apart = len(readings) > 0 and not attention.memory.shares_softmax
         query, raw = _Twice.apply(query) if apart else (query, None)
 
         # A last block that is short is filled up with zeros, which no earlier token can see.
@@ -258,14 +258,14 @@ class MemoryLayer(GradientCheckpointingLayer):
             previous = rope(key.flatten(0, 1), positions).unflatten(0, key.shape[:2])
 
         local = []
-        joined = readings if attention.memory.joins else []
-        for first, last, reading in _spans(query.shape[1], joined, apart=len(joined) > 0 or self.locality.sliding):
+        in_front = readings if attention.memory.shares_softmax else []
+        for first, last, reading in _spans(query.shape[1], in_front, apart=len(in_front) > 0 or self.locality.sliding):
             turned, *window = (x[:, first:last].flatten(0, 1) for x in (rotated, rotated_key, value))
             mask = None
             if previous is not None and first > 0:
                 before = [x[:, first - 1 : last - 1].flatten(0, 1) for x in (previous, value)]
                 window = [torch.cat(pair, dim=2) for pair in zip(before, window, strict=True)]
-            columns = attention.join(reading, *attention.probed(*window))
+            columns = attention.prepend(reading, *attention.probed(*window))
             if previous is not None:
                 front = columns[0].shape[2] - window[0].shape[2]
                 mask = window_mask(size, window[0].shape[2] - size, size, hidden.device)
@@ -303,7 +303,7 @@ class MemoryLayer(GradientCheckpointingLayer):
             parts = [part for part in (front, tokens, tail, unused) if part is not None]
             tokens = torch.cat([part.to(tokens.dtype) for part in parts], dim=1)
         query, key, value = attention.project(self.input_layernorm(tokens))
-        columns = attention.join(reading, rope.inside(key, before), value)
+        columns = attention.prepend(reading, rope.inside(key, before), value)
         mixed = attention.mix(query, rope.inside(query, before), *columns, reading)
         # Of the front nothing more is wanted, but what is left of it has to be aligned too.
         first = before % ALIGNED
@@ -322,10 +322,10 @@ class MemoryLayer(GradientCheckpointingLayer):
         reading = self.memory.read(state, seen, self.host(rope)) if reads else None
         query, key, value = attention.project(self.input_layernorm(tokens))
         clean = rope.inside(key), value
-        probed = attention.join(reading, *attention.probed(*clean))
+        probed = attention.prepend(reading, *attention.probed(*clean))
         output = self._finish(tokens, attention.mix(query, rope.inside(query), *probed, reading))
         if tail is not None:
-            tail = self._behind(tail, rope, attention.join(reading, *clean), reading, tokens.shape[1])
+            tail = self._behind(tail, rope, attention.prepend(reading, *clean), reading, tokens.shape[1])
         if writes:
             state = self.memory.write(state, Block(key, value, output, tail), seen)
         return output, state
@@ -398,9 +398,9 @@ class MemoryLayer(GradientCheckpointingLayer):
         """What follows on a decoded token's attention."""
         return self._finish(hidden, mixed)
 
-    def close(self, rope: Rope, stream: LayerStream, rows: list[int], seen: int) -> None:
-        """Fold the complete open block of some rows, which began at token `seen`, into memory, and open the next."""
-        size, fetched = self.locality.block_size, self._fetch()
+    def close(self, rope: Rope, stream: LayerStream, rows: list[int], seen: int, size: int) -> None:
+        """Fold the open block of some rows, `size` tokens from token `seen` on, into memory, and open the next."""
+        fetched = self._fetch()
         block = stream.block(rows, size)
         tail = None if block.output is None else self._tail(block.output)
         if tail is not None:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from elastic_memory.model.fingerprint import settings, weights_hash
+from elastic_memory.model.stream import Part
 from elastic_memory.shapes import Tensor
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {
         "version": VERSION,
+        "model": getattr(cache.model.config, "_name_or_path", ""),
         "weights": weights_hash(cache.model),
         "settings": settings(cache.model),
         "config": shape_of(cache.model),
@@ -81,10 +83,15 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
         "opened": cache.opened,
         "columns": cache.columns,
         "digests": cache.digests,
+        "name": cache.name,
+        "parts": cache.parts if any(cache.parts) else [],
         "texts": cache.texts,
     }
     header["content"] = content_hash(header, tensors)
-    _write(path, safetensors.torch.save(tensors, metadata={"elastic_memory": json.dumps(header)}))
+    told = json.dumps(header)
+    if len(json.dumps(told)) > LARGEST_HEADER - 2**16:  # leaves room for what describes the tensors
+        raise ValueError(f"{path}: {sum(map(len, cache.parts)):,} parts are more than a memory file has room to name")
+    _write(path, safetensors.torch.save(tensors, metadata={"elastic_memory": told}))
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -106,11 +113,29 @@ def _write(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
-def load(cache: "MemoryCache", path: Path, force: bool) -> None:
-    """Fill the empty `cache` from `path`, or refuse and say why."""
+def describe(path: Path) -> dict[str, Any]:
+    """What a memory file says of itself, if it is whole; whose it is, only a model can tell."""
+    with _open(path) as file:
+        header, _ = _read_header(path, file)
+        _check_version(path, header)
+        config = header.get("config")
+        if not isinstance(config, dict) or type(config.get("block_size")) is not int or config["block_size"] < 1:
+            raise ValueError(f"{path}: not a memory file (its blocks have no size)")
+        _check_clock(path, header, 2**62 if config.get("local_attention") == "full" else config["block_size"])
+        file.seek(0)
+        _tensors(path, header, file.read())
+    return header
+
+
+def _open(path: Path) -> BinaryIO:
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ValueError(f"{path}: not a file")
-    with path.open("rb") as file:
+    return path.open("rb")
+
+
+def load(cache: "MemoryCache", path: Path, force: bool) -> None:
+    """Fill the empty `cache` from `path`, or refuse and say why."""
+    with _open(path) as file:
         header, described = _read_header(path, file)
         _check_owner(path, header, cache.model, force)
         _check_clock(path, header, cache.block_size)
@@ -125,14 +150,20 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
     _fill(cache, header, _checked_tensors(path, header, content, cache.model.config.vocab_size))
 
 
-def _checked_tensors(path: Path, header: dict[str, Any], content: bytes, vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of a file, if they are what was saved, finite, and ids of this vocabulary."""
+def _tensors(path: Path, header: dict[str, Any], content: bytes) -> dict[str, Tensor]:
+    """The tensors of a file, if they are what was saved."""
     try:
         tensors = safetensors.torch.load(content)
     except SafetensorError as error:
         raise ValueError(f"{path}: damaged ({error})") from None
     if content_hash(header, tensors) != header.get("content"):
         raise ValueError(f"{path}: damaged: it is not what was saved")
+    return tensors
+
+
+def _checked_tensors(path: Path, header: dict[str, Any], content: bytes, vocab_size: int) -> dict[str, Tensor]:
+    """The tensors of a file, if they are what was saved, finite, and ids of this vocabulary."""
+    tensors = _tensors(path, header, content)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{path}: {name} holds NaN or infinity")
@@ -152,6 +183,8 @@ def _fill(cache: "MemoryCache", header: dict[str, Any], tensors: dict[str, Tenso
     cache.begin(len(seen), device)
     cache.seen, cache.columns = list(seen), header["columns"]
     cache.digests = header.get("digests", [None] * len(seen))  # files of before they were kept are as good
+    cache.name = header.get("name")
+    cache.parts = [[Part(*told) for told in row] for row in header.get("parts") or [()] * len(seen)]
     cache.texts = header["texts"]
     rope = model.base_model.rope()
     for index, (layer, stream) in enumerate(zip(model.base_model.layers, cache.streams, strict=True)):
@@ -162,12 +195,9 @@ def _fill(cache: "MemoryCache", header: dict[str, Any], tensors: dict[str, Tenso
         if exact:
             prefix = f"layers.{index}.open."
             stream.reopen({name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)})
-    if exact:
-        cache.opened, cache.tokens = list(opened), ids
-    elif max(opened) and ids is not None:
-        mask = torch.arange(max(opened), device=device) < torch.tensor(opened, device=device)[:, None]
-        model.base_model(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, keep=1)
-        cache.columns = header["columns"]
+    cache.opened, cache.tokens = list(opened), ids
+    if not exact:
+        cache.read_open_again()
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
@@ -207,11 +237,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _check_owner(path: Path, header: dict[str, Any], model: "MemoryCausalLM", force: bool) -> None:
+def _check_version(path: Path, header: dict[str, Any]) -> None:
     if header.get("version") != VERSION:
         raise ValueError(
             f"{path}: format version {header.get('version')!r}; this release reads {VERSION}: read the text again"
         )
+
+
+def _check_owner(path: Path, header: dict[str, Any], model: "MemoryCausalLM", force: bool) -> None:
+    _check_version(path, header)
     differences = _differences(header.get("config"), shape_of(model))
     if differences:
         raise ValueError(f"{path}: made by a model of another shape: {differences}")
@@ -241,7 +275,7 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         isinstance(seen, list)
         and isinstance(opened, list)
         and 0 < len(seen) == len(opened) <= 2**16
-        and all(type(n) is int and 0 <= n < 2**62 and n % block_size == 0 for n in seen)
+        and all(type(n) is int and 0 <= n < 2**62 for n in seen)
         and all(type(n) is int and 0 <= n <= min(block_size, 2**31) for n in opened)
         and type(columns) is int
         and 0 <= columns < 2**62
@@ -251,8 +285,28 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         and all(one is None or (isinstance(one, str) and DIGEST.fullmatch(one)) for one in [*digests, *texts])
         and None not in texts
     )
-    if not good:
+    if not good or not _parts_fit(header, block_size):
         raise ValueError(f"{path}: its clock is impossible: seen {seen}, open {opened}, columns {columns}"[:300])
+
+
+def _parts_fit(header: dict[str, Any], block_size: int) -> bool:
+    """Whether texts that have ended are described, and whole blocks of the present one follow on them."""
+    seen, name = header["seen"], header.get("name")
+    try:
+        parts = [[Part(*told) for told in row] for row in header.get("parts") or [()] * len(seen)]
+    except TypeError:
+        return False
+    sound = all(
+        (part.name is None or type(part.name) is str)
+        and (type(part.tokens) is int and part.tokens > 0)
+        and (part.digest is None or type(part.digest) is str)
+        for row in parts
+        for part in row
+    )
+    if not sound or len(parts) != len(seen) or not (name is None or type(name) is str):
+        return False
+    rest = [tokens - sum(part.tokens for part in row) for tokens, row in zip(seen, parts, strict=True)]
+    return all(tokens >= 0 and tokens % block_size == 0 for tokens in rest)
 
 
 def _expected(

@@ -4,7 +4,7 @@ Rows have clocks of their own. Where all agree no mask is built; where they diff
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,14 @@ from elastic_memory.memory import Block, Host, Memory, Reading, State
 from elastic_memory.shapes import Bool, Int, Tensor
 
 SMALLEST = 64  # tokens of room a fresh open block starts with; doubled as it fills
+
+
+class Part(NamedTuple):
+    """Tokens that were read as one text, whose last block ended with it."""
+
+    name: str | None
+    tokens: int
+    digest: str | None  # of the ids, block by block; None if they are unknown
 
 
 @dataclass
@@ -62,7 +70,7 @@ class LayerStream:
     @property
     def memory_columns(self) -> int:
         """Columns of memory in front of the open block."""
-        return self.reading[0].shape[2] if self.reading and self.memory.joins else 0
+        return self.reading[0].shape[2] if self.reading and self.memory.shares_softmax else 0
 
     @property
     def front(self) -> int:
@@ -71,8 +79,8 @@ class LayerStream:
 
     @property
     def visible(self) -> Bool[Tensor, "batch column"] | None:
-        """Which columns of a reading that does not join are real, where rows differ."""
-        if not self.reading or self.memory.joins or len(set(self.counts)) == 1:
+        """Which columns of a reading outside the softmax are real, where rows differ."""
+        if not self.reading or self.memory.shares_softmax or len(set(self.counts)) == 1:
             return None
         counts = torch.tensor(self.counts, device=self.reading[0].device)
         return torch.arange(self.reading[0].shape[2], device=counts.device) < counts[:, None]
@@ -147,8 +155,8 @@ class LayerStream:
         return self.open["key"][:, :, :end], self.open["value"][:, :, :end]
 
     def block_columns(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that tokens behind the complete block of `rows` would see (rows with one clock)."""
-        count, front = self.counts[rows[0]] if self.memory.joins else 0, self.front
+        """Keys and values that tokens behind the open block of `rows` would see (rows with one clock)."""
+        count, front = self.counts[rows[0]] if self.memory.shares_softmax else 0, self.front
         key, value = (
             torch.cat((self.open[name][rows, :, :count], self.open[name][rows, :, front : front + size]), dim=2)
             for name in ("key", "value")
@@ -156,7 +164,7 @@ class LayerStream:
         return key, value
 
     def block(self, rows: list[int], size: int) -> Block:
-        """The complete open block of some rows."""
+        """The open block of some rows, of `size` tokens each."""
         output = self.open["output"][rows, :size] if "output" in self.open else None
         value = self.open["value"][rows, :, self.front : self.front + size]
         # Without memory nobody reads the raw keys; the values stand in for their shape.
@@ -213,7 +221,7 @@ class LayerStream:
         """Replace the readings of some rows; columns that a row does not have are zeros."""
         if not reading:
             return
-        if self.memory.joins:
+        if self.memory.shares_softmax:
             reading = tuple(part.to(dtype) for part in reading)
         for row in rows:
             self.counts[row] = reading[0].shape[2]

@@ -53,8 +53,8 @@ def _read(unread: UnreadCache) -> MemoryCache:
         )
     cache = MemoryCache(model)
     model.base_model.stream(ids, embeds, mask, cache, keep=1)
-    vars(unread).clear()
-    vars(unread).update(vars(cache))
+    unread.__dict__.clear()
+    unread.__dict__.update(cache.__dict__)
     object.__setattr__(unread, "__class__", MemoryCache)
     return unread
 

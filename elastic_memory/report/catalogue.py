@@ -29,7 +29,8 @@ blocks. Gates start half open; their learning rate is scaled by `gate_lr_scale` 
 
 NOTE = f"""\
 At the {SIZE} preset and the paper's 1x. *State*: floats carried per sample, whole model. *Added*: parameters.
-*Training*: whether all blocks of a sample are read at once or one after another.
+*Training*: whether all blocks of a sample are read at once or one after another. *Joins*: whether memories of parts
+that were read apart can be joined into the memory of the whole.
 """
 
 
@@ -70,9 +71,10 @@ def overview() -> str:
                 "all" if len(layers) == memory.geometry.layers else ", ".join(map(str, layers)) or "none",
                 _reach(memory),
                 "parallel" if memory.parallel else "sequential",
+                _joins(memory, layers),
             ]
         )
-    columns = ["memory", "in a phrase", "source", "state", "added", "layers", "reach", "training"]
+    columns = ["memory", "in a phrase", "source", "state", "added", "layers", "reach", "training", "joins"]
     return f"{_table(columns, rows)}\n\n{NOTE}"
 
 
@@ -96,6 +98,8 @@ def _section(name: str, kind: type[Memory]) -> str:
     lines.append("Options: " + (", ".join(options(kind)) or "none") + ".")
     if memory.no_sliding:
         lines.append(f'`local_attention="sliding"` is refused: {memory.no_sliding}.')
+    if memory.no_join:
+        lines.append(f"Memories of parts cannot be joined: {memory.no_join}.")
     return "\n\n".join(lines)
 
 
@@ -110,6 +114,12 @@ def _reach(memory: Memory) -> str:
     if memory.reach is None:
         return "whole history"
     return f"{memory.reach:,} tokens before the block" if memory.reach else "its own block"
+
+
+def _joins(memory: Memory, layers: Sequence[int]) -> str:
+    if memory.no_join:
+        return "no"
+    return "exactly" if len(layers) < 2 else "approximately"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -303,7 +303,7 @@ def test_detach_every_must_be_a_number_of_blocks(name):
 class Prefix(Memory):
     """Somebody's own: learned columns before every block, whatever came before."""
 
-    joins = True
+    shares_softmax = True
     reads_start = True
     reach = 0
 

@@ -15,7 +15,7 @@ def layer(layer, x, memory):
         stored = layer.rope(queue_key, before) if memory.positions == "full" else queue_key
         if not len(before):
             mixed = local(layer, query, key, value)
-        elif memory.joins:
+        elif memory.shares_softmax:
             keys = torch.cat((stored, layer.rope(key, here)), dim=1)
             values = torch.cat((queue_value, value), dim=1)
             mixed = attend(layer.rope(query, here), keys, values, causal(len(block), len(before)))

@@ -1,0 +1,216 @@
+"""`elastic memory`: texts read into memory files, files joined, files looked into."""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from elastic_memory.commands.generate import READ, chunks, encoded, load
+
+SUFFIX = ".memory.safetensors"
+
+memory = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="""Read texts into memory files, join the files, look into them.
+
+    A book is read chapter by chapter, and joined; when a chapter changes, only that one is read again:
+
+        elastic memory read chapters/*.txt --model runs/my-model --out chapters
+
+        elastic memory join chapters/*.memory.safetensors --out book.memory.safetensors
+
+        elastic memory show book.memory.safetensors
+
+        elastic generate runs/my-model --memory book.memory.safetensors --prompt "In the end"
+    """,
+)
+
+
+@memory.command()
+def read(
+    texts: Annotated[list[Path], typer.Argument(help="Files of UTF-8 text; each gets a memory file of its own.")],
+    model: Annotated[str, typer.Option(help="A run folder, a model folder, or a name on the hub.")],
+    out: Annotated[Path, typer.Option(help="Folder for the memory files; made if it is not there.")],
+    processes: Annotated[int, typer.Option(help="How many texts to read at the same time.")] = 1,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside the model.")] = None,
+) -> None:
+    """Read texts into memory files, one each.
+
+    Texts whose memory file is there and up to date are not read again, so an interrupted command is simply repeated:
+
+        elastic memory read chapters/*.txt --model runs/my-model --out chapters --processes 2
+    """
+    if processes < 1:
+        raise ValueError(f"processes={processes}: give 1 or more")
+    targets = {path: out / f"{path.stem}{SUFFIX}" for path in texts}
+    for path, target in targets.items():
+        if not path.is_file():
+            raise ValueError(f"{path}: not a file of text")
+        same = [other for other in targets if targets[other] == target]
+        if len(same) > 1:
+            raise ValueError(f"{same[0]} and {same[1]} would both be written to {target}: read them into two folders")
+    out.mkdir(parents=True, exist_ok=True)
+    processes = min(processes, len(targets))
+    if processes == 1:
+        failed = [error for path, target in targets.items() if (error := _told(_read, path, target, model, tokenizer))]
+    else:
+        threads = max(1, (os.cpu_count() or 1) // processes)
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            jobs = [pool.submit(_read, *pair, model, tokenizer, threads) for pair in targets.items()]
+            failed = [error for job in as_completed(jobs) if (error := _told(_result, job))]
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(targets)} texts were not read: {'; '.join(failed)}")
+
+
+@memory.command()
+def join(
+    files: Annotated[list[Path], typer.Argument(help="Memory files, in the order in which they are to be remembered.")],
+    out: Annotated[Path, typer.Option(help="The joined memory file; replaced if it is there.")],
+    model: Annotated[str | None, typer.Option(help="Their model, if it is no longer where they were made.")] = None,
+    approximate: Annotated[bool, typer.Option(help="Join even where that is not exact (docs/composing.md).")] = False,
+) -> None:
+    """Join memory files into the one that a model would have if it had read all of their texts in this order.
+
+        elastic memory join one.memory.safetensors two.memory.safetensors --out both.memory.safetensors
+
+    Nothing is read again but the last file's open block. The joined file remembers the names and lengths of its parts.
+    """  # fmt: skip
+    from elastic_memory.evaluation.loading import load_model
+    from elastic_memory.model import MemoryCache, memory_file
+
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: give a file, in a folder that exists")
+    if model is None:
+        model = str(memory_file.describe(files[0]).get("model"))
+        if not Path(model).is_dir():  # nothing is fetched from elsewhere on a file's word
+            raise ValueError(f"{files[0]} was made by the model {model!r}, which is no folder here: give --model")
+    loaded = load_model(model)
+
+    def caches() -> Any:
+        for path in files:
+            cache = MemoryCache.load(path, loaded)
+            cache.name = cache.name or path.name.removesuffix(SUFFIX)
+            yield cache
+
+    joined = MemoryCache.join(caches(), approximate=approximate)
+    joined.save(out)
+    typer.echo(f"{out}: {len(files)} files, {joined.clock[0]:,} tokens in {_size(out)}")
+
+
+@memory.command()
+def show(files: Annotated[list[Path], typer.Argument(help="Memory files.")]) -> None:
+    """Say what memory files hold: model, tokens, parts, size. A damaged file is refused.
+
+    elastic memory show book.memory.safetensors
+    """
+    from elastic_memory.model import memory_file
+
+    for path in files:
+        told = memory_file.describe(path)
+        config = told["config"]
+        layers = [f"{kind} in layer {index}" for index, (kind, state) in enumerate(config["layers"]) if state]
+        blocks = f"{config['local_attention']} attention, {config['block_size']:,} tokens"
+        typer.echo(f"{path}: {_size(path)}, whole")
+        typer.echo(f"  model   {told.get('model') or 'unnamed'}, weights {str(told.get('weights'))[:12]}")
+        typer.echo(f"  memory  {', '.join(layers) or 'none'}; {blocks}")
+        for row, (seen, opened) in enumerate(zip(told["seen"], told["opened"], strict=True)):
+            name = f"row {row}" if len(told["seen"]) > 1 else "tokens"
+            typer.echo(f"  {name:6}  {seen + opened:,}: {seen:,} in memory, {opened:,} in the open block")
+            _show_parts(told, row)
+
+
+def _show_parts(told: dict[str, Any], row: int) -> None:
+    """A line for each text that was read, if there are several or it has a name."""
+    parts = (told.get("parts") or {row: []})[row]
+    rest = told["seen"][row] + told["opened"][row] - sum(tokens for _, tokens, _ in parts)
+    every = [(name, tokens) for name, tokens, _ in parts] + ([(told.get("name"), rest)] if rest else [])
+    if len(every) == 1 and every[0][0] is None:
+        return
+    for number, (name, tokens) in enumerate(every, 1):
+        typer.echo(f"  part {number:3}  {tokens:>12,}  {name or 'unnamed'}")
+
+
+def _read(path: Path, target: Path, model: str, tokenizer: str | None, threads: int | None = None) -> str:
+    """Read a text into its memory file, if it is not there yet; says what was done."""
+    from elastic_memory.model import MemoryCache
+
+    loaded, encoder = _load(model, tokenizer, threads)
+    hashed = hashlib.blake2b(digest_size=16)
+    ids = _encode(path, encoder, hashed).to(loaded.device)
+    if target.exists():
+        try:
+            cache = MemoryCache.load(target, loaded)
+        except ValueError as error:
+            raise ValueError(f"{error}; delete it to have {path} read anew") from None
+        if cache.clock == [ids.shape[1]] and cache.holds(ids):
+            return f"{target}: up to date, {ids.shape[1]:,} tokens"
+    begin = time.perf_counter()
+    cache = MemoryCache(loaded)
+    cache.name = path.stem
+    for piece in _watched(ids, path.name) if threads is None else (ids,):
+        cache.read(piece)
+    cache.note_text(hashed.hexdigest())  # `elastic generate` does not read it again, either
+    cache.save(target)
+    rate = ids.shape[1] / (time.perf_counter() - begin)
+    return f"{target}: {ids.shape[1]:,} tokens in {_size(target)}, {rate:,.0f} tokens/s"
+
+
+@lru_cache(maxsize=1)
+def _load(model: str, tokenizer: str | None, threads: int | None) -> tuple[Any, Any]:
+    """The model and the tokenizer that belongs to it, once in a process."""
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+    return load(model, tokenizer)
+
+
+def _encode(path: Path, encoder: Any, hashed: Any) -> Any:
+    """The ids of a text, encoded a piece at a time; `hashed` is given the text."""
+    import torch
+
+    with path.open("rb") as file:
+        texts = encoded(chunks(file, path, hashed), encoder, str(path))
+        parts = [torch.from_numpy(ids.astype("int64")) for _, ids in texts]
+    if not parts:
+        raise ValueError(f"{path} is empty: there is nothing to read")
+    return torch.cat(parts)[None]
+
+
+def _watched(ids: Any, name: str) -> Iterator[Any]:
+    """Tokens in long pieces, with a progress bar where they take a while."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(name, total=ids.shape[1])
+        for piece in ids.split(READ, dim=1):
+            yield piece
+            progress.advance(task, piece.shape[1])
+
+
+def _told(work: Any, *arguments: Any) -> str | None:
+    """Print what some work says of itself; if it failed, return why."""
+    try:
+        typer.echo(work(*arguments))
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _result(job: Future) -> str:
+    said: str = job.result()
+    return said
+
+
+def _size(path: Path) -> str:
+    size = path.stat().st_size
+    return f"{size / 2**20:.2f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

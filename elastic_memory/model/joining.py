@@ -1,0 +1,263 @@
+"""Memories that compose: caches joined one after another, and long texts whose blocks are read side by side.
+
+Where attention stays inside blocks and one layer has a memory, keys and values of a block depend on that block alone.
+So parts that were read apart, once joined, are the whole text read in order, to rounding. Joins are computed in
+float64, states are kept in float32: a thousand parts are as precise as one.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from elastic_memory.attention import without_cudnn
+from elastic_memory.memory import Block, Memory, State
+from elastic_memory.model import memory_file
+from elastic_memory.model.fingerprint import settings, weights_hash
+from elastic_memory.model.layer import MemoryLayer, Rope
+from elastic_memory.shapes import Int, Tensor
+
+if TYPE_CHECKING:
+    from elastic_memory.model.cache import MemoryCache
+
+AT_ONCE = 2**14  # tokens of all rows that go through the layers together
+
+
+class History(NamedTuple):
+    """What a memory holds of some tokens: their state, in float64, and their number."""
+
+    state: State
+    tokens: int
+
+    def then(self, other: "History", memory: Memory) -> "History":
+        """This history, and the other after it."""
+        if not self.tokens or not other.tokens:
+            return self if self.tokens else other
+        state = memory.join(self.state, self.tokens, other.state, other.tokens)
+        return History(state, self.tokens + other.tokens)
+
+
+def inexact(model: Any) -> str | None:
+    """Why parts of a text, read apart and joined, are not quite the text read in order; None if they are."""
+    layers = list(model.memories)
+    if model.base_model.layers[0].locality.sliding:
+        return "sliding attention looks back across the border between two parts"
+    if len(layers) > 1:
+        return f"layers {', '.join(map(str, layers[1:]))} remember what layer {layers[0]} read from its own memory"
+    return None
+
+
+def check_joinable(model: Any, approximate: bool = False) -> None:
+    """Refuse a model whose memories cannot be joined, or only approximately."""
+    if model.base_model.layers[0].locality.kind == "full":
+        raise ValueError("full attention keeps every token instead of a memory: there is nothing to join")
+    for memory in model.memories.values():
+        if memory.no_join:
+            raise ValueError(f"{type(memory).__name__} cannot join: {memory.no_join}")
+    reason = inexact(model)
+    if reason and not approximate:
+        raise ValueError(
+            f"{reason}, so parts read apart would be the whole only approximately: approximate=True (--approximate) "
+            "joins them all the same; docs/composing.md says how far off that is"
+        )
+
+
+# -- caches one after another ------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def join(caches: Iterable["MemoryCache"], approximate: bool) -> "MemoryCache":
+    """The cache that has read what these have read, in this order; each is used as it comes, and none is changed."""
+    before: _Ended | None = None
+    last: MemoryCache | None = None
+    for number, cache in enumerate(caches, 1):
+        _check(cache, last, f"cache {number}{f' ({name})' if (name := getattr(cache, 'name', None)) else ''}")
+        if last is None:
+            check_joinable(cache.model, approximate)
+        else:
+            before = _Ended(last) if before is None else before.then(_Ended(last), last)
+        last = cache
+    if last is None:
+        raise ValueError("no caches to join: give at least one")
+    result = last.fork()
+    result.before = None
+    if before is not None:
+        _put_behind(result, before)
+    return result
+
+
+class _Ended:
+    """All that a cache has read, its open block included, as if that had ended: by layer and row."""
+
+    def __init__(self, cache: "MemoryCache"):
+        self.columns, self.texts = cache.columns, cache.texts
+        self.parts = [cache.ended_parts(row) for row in range(cache.batch)]
+        self.histories = {
+            index: [_history(cache, index, row, whole=True) for row in range(cache.batch)]
+            for index, stream in enumerate(cache.streams)
+            if stream.state
+        }
+
+    def then(self, other: "_Ended", cache: "MemoryCache") -> "_Ended":
+        """The other after this one."""
+        self.columns, self.texts = self.columns + other.columns, self.texts + other.texts
+        self.parts = [[*one, *two] for one, two in zip(self.parts, other.parts, strict=True)]
+        for index, rows in self.histories.items():
+            memory = cache.streams[index].memory
+            pairs = zip(rows, other.histories[index], strict=True)
+            self.histories[index] = [one.then(two, memory) for one, two in pairs]
+        return self
+
+
+def _history(cache: "MemoryCache", index: int, row: int, whole: bool) -> History:
+    """What a layer remembers of a row; `whole`: of its open block, too."""
+    stream, seen, opened = cache.streams[index], cache.seen[row], cache.opened[row] if whole else 0
+    state = tuple(part[row : row + 1] for part in stream.state)
+    if opened:
+        state = stream.memory.write(state, stream.block([row], opened), seen)
+    return History(tuple(part.double() for part in state), seen + opened)
+
+
+def _put_behind(cache: "MemoryCache", before: _Ended) -> None:
+    """Let `cache` have read what came `before`, too."""
+    for index, rows in before.histories.items():
+        stream = cache.streams[index]
+        own = (_history(cache, index, row, whole=False) for row in range(cache.batch))
+        states = [one.then(two, stream.memory).state for one, two in zip(rows, own, strict=True)]
+        stream.state = tuple(torch.cat(parts).float() for parts in zip(*states, strict=True))
+    for row, parts in enumerate(before.parts):
+        cache.seen[row] += sum(part.tokens for part in parts)
+        cache.parts[row] = [*parts, *cache.parts[row]]
+    cache.columns += before.columns
+    own, cache.texts = cache.texts, before.texts
+    cache.note_text(*own)
+    _read_anew(cache, keep_open=cache.locality.sliding)
+    if not cache.locality.sliding:  # the open block has not seen what came before: it is read again
+        cache.read_open_again()
+
+
+def _read_anew(cache: "MemoryCache", keep_open: bool) -> None:
+    """What the next tokens read from new states; open blocks are forgotten unless they are to be kept."""
+    model = cache.model
+    rope = model.base_model.rope()
+    for layer, stream in zip(model.base_model.layers, cache.streams, strict=True):
+        kept = stream.open_tokens() if keep_open else {}
+        stream.retrieval = stream.memory.retrieval
+        stream.read_anew(cache.seen, layer.host(rope), model.dtype)
+        stream.reopen(kept)
+    cache.decoding = False
+
+
+def _check(cache: Any, last: "MemoryCache | None", what: str) -> None:
+    """Refuse what is not a cache, and one that is not of the same model and shape as the last one."""
+    from elastic_memory.model.cache import MemoryCache
+
+    if not isinstance(cache, MemoryCache):
+        raise ValueError(f"{what} is a {type(cache).__name__}: give MemoryCaches")
+    if not any(cache.clock):
+        raise ValueError(f"{what} has read nothing: leave it out")
+    for stream in cache.streams:
+        held, wanted = (
+            [list(part.shape[1:]) for part in state] for state in (stream.state, stream.memory.start(1, "meta"))
+        )
+        if held != wanted:
+            raise ValueError(f"{what} was read at another order: its state is {held}, the model's is {wanted} now")
+    if last is None or (cache.model is last.model and cache.batch == last.batch and cache.device == last.device):
+        return
+    if cache.batch != last.batch or cache.device != last.device:
+        raise ValueError(
+            f"{what} has {cache.batch} rows on {cache.device}, those before it {last.batch} on {last.device}"
+        )
+    here, there = ({**settings(one.model), **memory_file.shape_of(one.model)} for one in (last, cache))
+    different = [f"{name} {there.get(name)} instead of {here[name]}" for name in here if there.get(name) != here[name]]
+    if different:
+        raise ValueError(f"{what} was read by another model: {'; '.join(different)}"[:500])
+    if weights_hash(cache.model) != weights_hash(last.model):
+        raise ValueError(f"{what} was read by a model of other weights: its state means nothing to this one")
+
+
+# -- blocks side by side -----------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = None) -> None:
+    """Read `ids`: all blocks that they complete side by side, and the last one as usual."""
+    backbone, size = cache.model.base_model, cache.block_size
+    cache.begin(len(ids), ids.device)
+    cache.mark()
+    cache.refresh(backbone.rope())
+    uniform = len(set(zip(cache.seen, cache.opened, strict=True))) == 1
+    probed = any(attention.corrupt is not None for attention in cache.attentions)
+    known = cache.tokens is not None or not any(cache.opened)
+    if group is not None:
+        check_joinable(cache.model)
+        _check_alike(cache, ids, group)
+    joinable = not inexact(cache.model) and not any(memory.no_join for memory in cache.memories)
+    rest = ids if cache.tokens is None else torch.cat((cache.tokens[:, : cache.opened[0]], ids), dim=1)
+    blocks = (rest.shape[1] - 1) // size
+    if blocks < 2 or not (uniform and known and joinable) or probed or cache.recording:
+        backbone(input_ids=ids, past_key_values=cache, keep=1)
+        return
+    whole, rest = rest.split([blocks * size, rest.shape[1] - blocks * size], dim=1)
+    for index, stream in enumerate(cache.streams):
+        if stream.state:
+            before = History(tuple(part.double() for part in stream.state), cache.seen[0])
+            state = before.then(_compress(backbone, index, whole, group), stream.memory).state
+            stream.state = tuple(part.float() for part in state)
+    cache.opened, cache.tokens = [0] * cache.batch, None
+    cache.passed(blocks, whole)
+    cache.columns += ids.shape[1] - rest.shape[1]
+    _read_anew(cache, keep_open=False)
+    backbone(input_ids=rest, past_key_values=cache, keep=1)
+
+
+def _compress(backbone: Any, index: int, ids: Int[Tensor, "batch token"], group: Any) -> History:
+    """Whole blocks as the memory of layer `index` knows them; with a `group`, each process reads its share."""
+    memory, size = backbone.layers[index].memory, backbone.layers[index].locality.block_size
+    if group is None:
+        return _read_share(backbone, index, ids)
+    rank, shares = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    edges = [ids.shape[1] // size * share // shares * size for share in range(shares + 1)]
+    own = _read_share(backbone, index, ids[:, edges[rank] : edges[rank + 1]])
+    result = History((), 0)
+    gathered = [_gather(part, shares, group) for part in own.state]
+    for share, state in enumerate(zip(*gathered, strict=True)):
+        result = result.then(History(state, edges[share + 1] - edges[share]), memory)
+    return result
+
+
+def _read_share(backbone: Any, index: int, ids: Int[Tensor, "batch token"]) -> History:
+    """The state after whole blocks, of which only the layers below are computed: no block waits for another."""
+    layer = backbone.layers[index]
+    memory, size = layer.memory, layer.locality.block_size
+    rope = Rope(backbone.rotary_emb, backbone.embed_tokens.weight, size=size)
+    result = History(tuple(part.double() for part in memory.start(len(ids), ids.device)), 0)
+    some = max(1, AT_ONCE // len(ids) // size) * size
+    for piece in ids.split(some, dim=1) if ids.shape[1] else ():
+        hidden = backbone.residual(backbone.embed_tokens(piece))
+        with without_cudnn():
+            for lower in backbone.layers[:index]:
+                hidden = MemoryLayer.blocks(lower, hidden, rope)
+        _, key, value = layer.self_attn.project(layer.input_layernorm(hidden))
+        state = memory.write(memory.start(len(ids), ids.device), Block(key, value), 0)
+        result = result.then(History(tuple(part.double() for part in state), piece.shape[1]), memory)
+    return result
+
+
+def _gather(part: Tensor, shares: int, group: Any) -> list[Tensor]:
+    """A tensor of each process."""
+    every = [torch.empty_like(part) for _ in range(shares)]
+    torch.distributed.all_gather(every, part.contiguous(), group=group)
+    return every
+
+
+def _check_alike(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any) -> None:
+    """Refuse to share work with processes that have read, or are to read, something else."""
+    told = repr((cache.seen, cache.opened, cache.digests, tuple(ids.shape))).encode() + ids.cpu().numpy().tobytes()
+    digest = torch.frombuffer(bytearray(hashlib.blake2b(told, digest_size=16).digest()), dtype=torch.uint8)
+    every = _gather(digest.to(ids.device), torch.distributed.get_world_size(group), group)
+    if not all(torch.equal(one, every[0]) for one in every):
+        raise ValueError("the processes of the group do not hold the same tokens: give all of them the whole text")
