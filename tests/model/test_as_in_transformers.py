@@ -105,6 +105,12 @@ def test_a_compiled_model_is_decoded_by_hand_too(model, ids):
     torch._dynamo.reset()
 
 
+@torch.no_grad()
+def test_exported_models_return_tensors_only(model, ids):
+    expected = model(ids).logits
+    assert torch.equal(torch.export.export(model, (ids,)).module()(ids).logits, expected)
+
+
 # -- heads and losses --------------------------------------------------------------------------------------------------
 
 
