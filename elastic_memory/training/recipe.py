@@ -116,6 +116,7 @@ class Recipe:
     tokenizer: str | None = None  # how the hash of the rows' tokenizer must begin; None takes any of the right size
     stability: Stability = field(default_factory=Stability)
     execution: Execution = field(default_factory=Execution)
+    variant: str = ""  # in what it differs from its file, for the name of the run's folder
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", self.name):
@@ -164,11 +165,16 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """
     path = find_recipe(path)
     tree, _ = _read(path)
+    different = []
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"--set {override}: expected key=value, such as training.learning_rate=1e-3")
         _set(tree, key.strip(), read_yaml(value, f"--set {key}"), f"--set {override}")
+        if key.strip().startswith(("model.", "training.", "stability.")):
+            different.append(re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{key.strip().rpartition('.')[2]}_{value.strip()}"))
+    if different:
+        tree["variant"] = "-".join(different)[:80]
     return convert(tree, Recipe, path.name, "")
 
 

@@ -1,6 +1,6 @@
 """The folder of one run: what is trained, what was measured, what happened.
 
-RUNS/small-elastic-1a2b3c4d5e/
+RUNS/small-elastic-seed_2-1a2b3c4d5e/      recipe, what differs from it, a hash of all that is trained
   recipe.yaml    every key, resolved        run.json       data, machine, versions, commit, order of samples
   metrics.jsonl  one line a step            events.jsonl   starts, resumes, fallbacks, restarts, the end
   checkpoints/   step-00000200 ...          model/         the result, with its card
@@ -31,7 +31,7 @@ class Run:
     def __init__(self, out: Path, recipe: Recipe, data: str) -> None:
         self.recipe, self.data = recipe, data
         self.digest = recipe.digest(data)
-        self.folder = out / f"{recipe.name}-{recipe.digest(data)}"
+        self.folder = out / "-".join(filter(None, (recipe.name, recipe.variant, self.digest)))
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"
         self.events = self.folder / "events.jsonl"

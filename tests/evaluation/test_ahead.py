@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from elastic_memory.commands.reproduce import load
 from elastic_memory.evaluation import ahead
+from elastic_memory.reproduction.tables import load
 
 SCRIPT = """
 import json, sys, torch

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_memory.training.build import build_config
 from elastic_memory.training.recipe import Recipe, convert, load_recipe, variants
+from elastic_memory.training.runs import Run
 
 from .conftest import RECIPES
 
@@ -131,3 +132,14 @@ def test_the_digest_names_what_is_trained_and_not_how(key, value):
     assert recipe.replace(**{key: value}).digest("data") != recipe.digest("data")
     assert recipe.replace(**{"execution.micro_batch": value}).digest("data") == recipe.digest("data")
     assert recipe.digest("other data") != recipe.digest("data")
+
+
+def test_a_run_is_named_by_what_differs_and_its_hash_comes_last(tmp_path):
+    plain, changed = (
+        Run(tmp_path, load_recipe("smoke/elastic", changes), "data")
+        for changes in ([], ["training.learning_rate=1e-3", "model.sampling=uniform", "execution.micro_batch=2"])
+    )
+    assert plain.folder.name == f"smoke-elastic-{plain.digest}"
+    assert changed.folder.name == f"smoke-elastic-learning_rate_1e-3-sampling_uniform-{changed.digest}"
+    long = Run(tmp_path, load_recipe("smoke/none", [f"model.config.note={'/../' * 50}"]), "data")
+    assert long.folder.parent == tmp_path and len(long.folder.name) < 120
