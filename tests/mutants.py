@@ -96,7 +96,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if not (folder / MANIFEST).exists():", "if True:", "flipped"),
         ("if added:", "if False:", "adapter"),
         ("if name in found:", "if False:", "two_files and bare"),
-        ("not kind.startswith", "not str.startswith", "bare-integers"),
+        ("not kind.startswith", "False and not kind.startswith", "bare-integers"),
         ("if len(known) < len(pairs):", "if False:", "twice and bare"),
         ("        if names:", "        if False:", "bare and drop"),
         ("max(ends, default=0) != size", "0 == size", "truncated and bare"),

@@ -94,6 +94,7 @@ class Session:
         self.schedule = Schedule(rows, training.steps * training.batch, training.seed, most)
         self.held = ExitStack()
         self.fresh = False  # whether this session made the run's folder
+        self.facts: dict[str, Any] = {}  # to be recorded when the run begins
         if training.precision == "bf16":
             # what autocast leaves in float32, the memories' states, may use the tensor cores too
             self.held.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -131,8 +132,7 @@ class Session:
         run.check(0)
         checkpoints.sweep(run.checkpoints)
         tokenizer = tokenizer_sha256(self.rows)
-        facts = {"tokenizer": tokenizer, "sample_order": self.schedule.digest, "machine": here, **environment()}
-        run.begin(facts)
+        self.facts = {"tokenizer": tokenizer, "sample_order": self.schedule.digest, "machine": here, **environment()}
 
     def _refuse_to_start(self) -> None:
         """A run of this name that is not finished and differs is probably the one meant: show in what."""
@@ -199,6 +199,9 @@ class Session:
                     "a fresh optimizer, or remove that checkpoint to fall back to the one before it"
                 ) from None
             run.check(found.step)
+            if self.facts:  # written once, and not before all that is there was found to be sound
+                run.begin(self.facts)
+                self.facts = {}
             for why in found.rejected.values():
                 tell(f"passed over a damaged checkpoint: {why}")
                 run.event("passed over", reason=why)
