@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import os
 import shutil
 import statistics
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import should_reduce_batch_size
 from safetensors import SafetensorError
 
+from elastic_memory.common.threads import choose_threads
 from elastic_memory.data import Samples, samples
 from elastic_memory.data.folders import locked
 from elastic_memory.training import checkpoints, limits, logs
@@ -108,6 +110,7 @@ class Session:
         self.everyone.wait_for_everyone()
 
     def _take(self) -> None:
+        self._settle_threads()
         run, here = self.run, machine(self.run.recipe)
         self.rows.verify_rows()
         if run.exists and not self.resume.allowed:
@@ -133,6 +136,18 @@ class Session:
         checkpoints.sweep(run.checkpoints)
         tokenizer = tokenizer_sha256(self.rows)
         self.facts = {"tokenizer": tokenizer, "sample_order": self.schedule.digest, "machine": here, **environment()}
+
+    def _settle_threads(self) -> None:
+        """Small models on a CPU: at first the faster number of threads; later the run's own, to resume exactly."""
+        on_cpu = self.run.recipe.execution.device == "cpu" or not torch.cuda.is_available()
+        if not on_cpu or "OMP_NUM_THREADS" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return
+        self.held.callback(torch.set_num_threads, torch.get_num_threads())
+        known = self.run.facts()["machine"].get("threads") if self.run.exists else None
+        if isinstance(known, int) and 1 <= known <= (os.cpu_count() or 1):
+            torch.set_num_threads(known)
+        elif not self.run.exists:
+            choose_threads()
 
     def _refuse_to_start(self) -> None:
         """A run of this name that is not finished and differs is probably the one meant: show in what."""

@@ -1,0 +1,34 @@
+import time
+
+import pytest
+import torch
+
+from elastic_memory.common import threads
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("slow", "expected"), [(1, 2), (2, 1)])
+def test_the_faster_number_of_threads_is_chosen(monkeypatch, slow, expected):
+    torch.set_num_threads(2)
+    clock = [0.0]
+
+    def work(x):
+        clock[0] += 1.0 if torch.get_num_threads() == slow else 0.1
+
+    monkeypatch.setattr(torch.nn.functional, "silu", work)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    assert threads.choose_threads() == torch.get_num_threads() == expected
+
+
+def test_what_the_user_says_stays(monkeypatch):
+    torch.set_num_threads(2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(time, "perf_counter", None)
+    assert threads.choose_threads() == 2
