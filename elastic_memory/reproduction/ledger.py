@@ -3,8 +3,8 @@
 A comparison says that one number is below another. Numbers are compared by their logarithms, averaged over seeds.
 Between two models the interval of a difference comes from how far seeds of one model lie apart (pooled over all models
 that have several; without any the comparison is undecided). Between two readings of the same runs no seed is involved,
-and the interval is a bootstrap over documents. A comparison is held if its interval (95%) is below zero, not held if it
-is above. A claim is held if all its comparisons are, and not held if one of them is not.
+and the interval is a bootstrap over documents, of two runs at least. A comparison is held if its interval (95%) is
+below zero, not held if it is above. A claim is held if all its comparisons are, and not held if one of them is not.
 """
 
 import math
@@ -214,6 +214,8 @@ def _compare(
         return entry | {"interval": None, "verdict": UNDECIDED}
     interval = [math.expm1(value) for value in logs]
     verdict = HELD if interval[1] < 0 else NOT_HELD if interval[0] > 0 else UNDECIDED
+    if len(ours) + len(theirs) < 3:
+        verdict = UNDECIDED  # another seed might say the opposite
     return entry | {"interval": interval, "verdict": verdict}
 
 
@@ -233,13 +235,13 @@ def summary(judged: list[dict[str, Any]], tier: str) -> Table:
     """The ledger as a table: a line a claim."""
     rows = []
     for entry in judged:
-        counts = [sum(one["verdict"] == verdict for one in entry["comparisons"]) for verdict in (HELD, NOT_HELD)]
-        total = len(entry["comparisons"])
-        rows.append([f"{entry['section']}: {entry['text']}", entry["verdict"], f"{counts[0]} / {counts[1]} / {total}"])
+        verdicts = [one["verdict"] for one in entry["comparisons"]]
+        counts = [verdicts.count(verdict) for verdict in (HELD, NOT_HELD, UNDECIDED, MISSING)]
+        rows.append([f"{entry['section']}: {entry['text']}", entry["verdict"], " / ".join(map(str, counts))])
     note = (
-        f"Tier {tier}. Comparisons held / not held / in all. A comparison between models is decided where the "
-        "difference is larger than what seeds explain, one between readings of the same model where it is larger than "
-        "what documents explain (95%). Made by `elastic reproduce claims`."
+        f"Tier {tier}. Comparisons held / not held / undecided / not measured yet. One between models is decided where "
+        "the difference is larger than what seeds explain, one between readings of the same models where it is larger than "
+        "what documents explain (95%); one run alone decides nothing. Made by `elastic reproduce claims`."
     )
     return Table("The paper's claims, checked", ["claim", "verdict", "comparisons"], rows, note)
 

@@ -72,13 +72,16 @@ def test_readings_of_the_same_runs_are_compared_document_by_document(tmp_path):
     assert interval == pytest.approx([-1 / 50, -1 / 50])
     rows = {"uniform": one, "uniform, read exponential": other}
     cells = [
-        cell(row, column, [8.0], documents=documents) | {"row": row}
+        cell(row, column, [8.0, 8.0], documents=documents) | {"row": row}
         for row, documents in rows.items()
         for column in ledger.INJECTED
     ]
     for entry in cells:
-        entry["runs"][0]["run"] = "the same"
+        entry["runs"] = [run | {"run": f"seed {i}"} for i, run in enumerate(entry["runs"])]
     assert judged(tmp_path, "injection", cells)["inject-ppl"]["verdict"] == HELD
+    for entry in cells:
+        entry["runs"] = entry["runs"][:1]
+    assert judged(tmp_path, "injection", cells)["inject-ppl"]["verdict"] == UNDECIDED, "one run decides nothing"
 
 
 def test_the_committed_ledger_is_what_the_committed_tables_say(tmp_path):
