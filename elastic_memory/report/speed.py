@@ -33,9 +33,9 @@ def headline(root: Path) -> str:
     return (
         f"On one H200, 100m, samples of 32,768 tokens: {ours['tokens_per_s'] / 1e3:.0f}k tokens/s without memory, "
         f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times transformers' Llama with full attention. Elastic "
-        f"Memory trains at {small:.0%} of the baseline's throughput at 1x and at {large:.0%} at 16x (runs interleaved in "
-        f"one process). Decoding after a million tokens runs at {flat:.2f} times the speed after two thousand. Details: "
-        "[docs/speed.md](docs/speed.md).\n"
+        f"Memory trains at {small:.0%} of the baseline's throughput at 1x and at {large:.0%} at 16x (runs interleaved "
+        f"in one process). Decoding after a million tokens runs at {flat:.2f} times the speed after two thousand. "
+        "Details: [docs/speed.md](docs/speed.md).\n"
     )
 
 

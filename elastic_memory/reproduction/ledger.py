@@ -240,8 +240,8 @@ def summary(judged: list[dict[str, Any]], tier: str) -> Table:
         rows.append([f"{entry['section']}: {entry['text']}", entry["verdict"], " / ".join(map(str, counts))])
     note = (
         f"Tier {tier}. Comparisons held / not held / undecided / not measured yet. One between models is decided where "
-        "the difference is larger than what seeds explain, one between readings of the same models where it is larger than "
-        "what documents explain (95%); one run alone decides nothing. Made by `elastic reproduce claims`."
+        "the difference is larger than what seeds explain, one between readings of the same models where it is larger "
+        "than what documents explain (95%); one run alone decides nothing. Made by `elastic reproduce claims`."
     )
     return Table("The paper's claims, checked", ["claim", "verdict", "comparisons"], rows, note)
 
