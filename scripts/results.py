@@ -3,6 +3,7 @@
 python scripts/results.py        # in the root of the repository
 """
 
+import statistics
 from pathlib import Path
 
 from elastic_memory.report import plots
@@ -36,7 +37,24 @@ def overview(root: Path) -> str:
     """The README's results: the main table, how the paper's claims fared, recall and speed."""
     main, claims = ((root / "results" / f"{name}.md").read_text() for name in ("main-small", "claims"))
     picture = "![What memory gains in each block](results/gain-by-block-small.png)\n"
-    return "\n".join([main, picture, claims, recall(root), headline(root), training(root)])
+    return "\n".join([gains(root), picture, main, claims, recall(root), headline(root), training(root)])
+
+
+def gains(root: Path) -> str:
+    """What each model's memory is worth on proofs, in a sentence."""
+    found = {}
+    for entry in read_json(root / "results" / "main-small.json")["cells"]:
+        runs = [run["measured"]["ppl"]["gain"] for run in entry["runs"] if "gain" in run["measured"].get("ppl", {})]
+        if entry["column"] == "{proofs} PPL" and runs and max(runs) > 0:
+            found[entry["row"]] = (statistics.fmean(runs), len(runs))
+    ranked = sorted(found.items(), key=lambda pair: -pair[1][0])
+    listed = ", ".join(f"{row} {gain:.1%}" for row, (gain, _) in ranked)
+    seeds = max(count for _, count in found.values())
+    return (
+        f"How much the perplexity of a model rises when its memory is erased at every block, on mathematical text "
+        f"(34M parameters, 150M tokens, {seeds} seed{'s' * (seeds > 1)}): {listed}. This is not yet the paper's ranking; "
+        "what is missing, and how to read the tables: [results](results/README.md).\n"
+    )
 
 
 def recall(root: Path) -> str:
