@@ -20,22 +20,24 @@ from elastic_memory.training.strict import read_json
 INDEX = """\
 # Results
 
-Every number here was measured, and every table is made from the records in `runs/` by `python scripts/results.py`
-(or `elastic reproduce TABLE --tier small --minutes 0`). A record is one run: recipe, seed, data hash, machine,
-versions, commit, date, loss curve, and each measurement with its protocol. `elastic reproduce status --tier small`
-says what is still missing; `elastic reproduce claims --tier small` judges the paper's claims anew (`claims.json` has
-every comparison with its numbers, seeds and interval).
+Every number here was measured. Tables of trained models are made from the records in `runs/` by
+`python scripts/results.py` (or `elastic reproduce TABLE --tier small --minutes 0`). A record is one run: recipe, seed,
+data hash, machine, versions, commit, date, loss curve, and each measurement with its protocol.
+`elastic reproduce status --tier small` says what is still missing; `elastic reproduce claims --tier small` judges the
+paper's claims anew (`claims-small.json` has every comparison with its numbers, seeds and interval).
 
 How to read them: the corpora `books`, `proofs` and `edu` stand for PG-19, Proof-Pile and FineWeb-Edu. They are far
 smaller, and perplexities on them cannot be compared with the paper's in brackets. With one seed a model, no ranking of
-models is decided: runs differ by more than 10% in block 0, where no memory can help. What a single run does show is
-its gain from memory, in parentheses.
+models is decided: these models differ by up to 19% in block 0, where no memory can help. In parentheses stands what a
+single run does show, its gain from memory: how much higher its perplexity is when its memory is erased. That is how
+much a model has come to depend on its memory, an upper bound on what the memory is worth. Speed, inference, recall and
+signals in this folder come from measurements of their own.
 """
 
 
 def overview(root: Path) -> str:
     """The README's results: the main table, how the paper's claims fared, recall and speed."""
-    main, claims = ((root / "results" / f"{name}.md").read_text() for name in ("main-small", "claims"))
+    main, claims = ((root / "results" / f"{name}.md").read_text() for name in ("main-small", "claims-small"))
     picture = "![What memory gains in each block](results/gain-by-block-small.png)\n"
     return "\n".join([gains(root), picture, main, claims, recall(root), headline(root), training(root)])
 
@@ -51,9 +53,9 @@ def gains(root: Path) -> str:
     listed = ", ".join(f"{row} {gain:.1%}" for row, (gain, _) in ranked)
     seeds = max(count for _, count in found.values())
     return (
-        f"How much the perplexity of a model rises when its memory is erased at every block, on mathematical text "
-        f"(34M parameters, 150M tokens, {seeds} seed{'s' * (seeds > 1)}): {listed}. This is not yet the paper's ranking; "
-        "what is missing, and how to read the tables: [results](results/README.md).\n"
+        "How much the perplexity of a model rises when its memory is erased at every block, an upper bound on what the "
+        f"memory is worth, on mathematical text (34M parameters, 150M tokens, seeds: {seeds}): {listed}. "
+        "This is not the paper's ranking; what is missing, and how to read it: [results](results/README.md).\n"
     )
 
 
@@ -102,7 +104,7 @@ def pictures(root: Path) -> None:
 
 def index(root: Path) -> str:
     """`results/README.md`: what lies here, and all tables."""
-    names = [f"{name}-small" for name in experiments()] + ["claims"]
+    names = [f"{name}-small" for name in experiments()] + ["claims-small"]
     tables = "\n".join((root / "results" / f"{name}.md").read_text() for name in names)
     return INDEX + "\n" + tables
 

@@ -29,7 +29,7 @@ def reproduce(
     minutes: Annotated[
         float | None, typer.Option(help="Stop after so long; the next call continues. 0 only writes the tables.")
     ] = None,
-    parallel: Annotated[int, typer.Option(help="Training processes side by side on one GPU; 3 fill an H200.")] = 1,
+    parallel: Annotated[int, typer.Option(help="Training processes side by side on one GPU.")] = 1,
     seeds: Annotated[
         int | None, typer.Option(help="At most so many seeds a model (default: what a table wants).")
     ] = None,
@@ -64,8 +64,8 @@ def reproduce(
 
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r}: {', '.join(TIERS)} fit")
-    if parallel < 1 or (minutes is not None and minutes < 0):
-        raise ValueError(f"--parallel {parallel}, --minutes {minutes}: at least 1, and no less than 0")
+    if parallel < 1 or (seeds is not None and seeds < 1) or (minutes is not None and minutes < 0):
+        raise ValueError(f"--parallel {parallel}, --seeds {seeds}, --minutes {minutes}: at least 1, 1 and 0")
     if tables == ["list"]:
         print("\n".join(f"{name:16}{summary(name)}" for name in NAMES))
         return

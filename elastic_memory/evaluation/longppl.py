@@ -130,7 +130,7 @@ class KeyTokens:
     def __init__(self, reference: Model, tokenizer: Any, settings: Settings, folder: Path | None):
         self.reference, self.tokenizer, self.settings, self.folder = reference, tokenizer, settings, folder
         self.name = _name(getattr(reference, "name_or_path", "") or type(reference).__name__)
-        self.identity = {"reference": self.name, "weights": weights_hash(reference)}
+        self.identity = {"reference": self.name, "weights": weights_hash(reference), "precision": _precision(reference)}
         self.length = 0  # reference tokens of the text seen last
 
     def find(self, tokenizer: Any, text: Any) -> tuple[Int[Tensor, " token"], list[int]]:
@@ -227,6 +227,12 @@ def _together(reference: Model, scored: int) -> int:
 def transformers_tokenizer(tokenizer: Any) -> Any:
     """The tokenizer of transformers inside one of `elastic_memory.data`, or what came."""
     return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _precision(model: Model) -> str:
+    weight = next(model.parameters())
+    kind = weight.device.type
+    return str(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype)
 
 
 def _name(origin: str) -> str:

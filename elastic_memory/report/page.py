@@ -148,7 +148,7 @@ def _parse(path: Path) -> Table | None:
     """What `Table.markdown` wrote; None for any other page."""
     first, *rest = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
     bold = re.fullmatch(r"\*\*(.+)\*\*", first)
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in rest if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip()[1:-1].split(" | ")] for line in rest if line.startswith("|")]
     if not bold or len(rows) < 2:
         return None
     columns, _, *cells = rows
@@ -261,7 +261,8 @@ def _tables(results: Results) -> Iterator[str]:
 
 
 def _records(title: str, records: Sequence[dict[str, Any]]) -> Table:
-    columns = list(dict.fromkeys(key for record in records for key in record))
+    shown = [{key: value for key, value in record.items() if not isinstance(value, dict)} for record in records]
+    columns = list(dict.fromkeys(key for record in shown for key in record))
     return Table(title, columns, [[_cell(record.get(key)) for key in columns] for record in records])
 
 

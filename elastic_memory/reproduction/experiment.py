@@ -102,9 +102,10 @@ class Experiment:
         path = lab.out / f"{self.name}-{lab.name}.json"
         self.check_earlier(path, lab.name)
         entries = [_entry(lab, *place) for place in self.cells()]
+        _check_alike(entries)
         shown = {(entry["row"], entry["column"]): entry["text"] for entry in entries}
         table = Table(
-            title=f"{self.title}; in brackets the paper's",
+            title=self.title + ("; in brackets the paper's" if any(e["paper"] != "-" for e in entries) else ""),
             columns=[self.corner, *(column.format(**_titles(lab)) for column in self.columns)],
             rows=[[row, *(shown.get((row, column), "") for column in self.columns)] for row in self.rows],
             note=" ".join(filter(None, [_describe(lab, entries), self.note])),
@@ -128,6 +129,21 @@ class Experiment:
             raise ValueError(
                 f"{path} holds other results ({found}) than {self.name} of tier {tier}: move it, or use another --out"
             )
+
+
+def _check_alike(entries: list[dict[str, Any]]) -> None:
+    """Refuse a table whose numbers do not compare: other test rows, other key tokens."""
+    seen: dict[tuple[str, ...], tuple[str, str]] = {}
+    for entry in entries:
+        for run in entry["runs"]:
+            for metric, how in run["measured"].items():
+                facts = {"test rows": how["data"]["sha256"]} if metric != "reconstruction" else {}
+                if metric == "longppl":
+                    facts["reference"] = how["reference"]["weights"]
+                for name, value in facts.items():
+                    first, other = seen.setdefault((entry["corpus"], name), (value, run["run"]))
+                    if first != value:
+                        raise ValueError(f"{run['run']} and {other} have other {name}: their numbers do not compare")
 
 
 def _titles(lab: Lab) -> dict[str, str]:

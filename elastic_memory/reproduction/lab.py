@@ -31,6 +31,7 @@ from elastic_memory.training.corpus import data_hash, fit
 from elastic_memory.training.recipe import RECIPES, Recipe, Training, load_recipe
 from elastic_memory.training.runs import Run
 from elastic_memory.training.session import Resume, train
+from elastic_memory.training.strict import read_json
 
 # What one measurement of a model takes: a metric, and the conditions it is measured under.
 Measurement = tuple[str, Conditions]
@@ -83,10 +84,6 @@ class Lab:
     def training(self) -> Training:
         """What all runs of the tier have in common."""
         return self.recipe(Trained(memory="none")).training
-
-    def seeds(self, count: int) -> tuple[int, ...]:
-        """The first `count` seeds of the tier, or as many as it has."""
-        return self.tier.seeds[:count]
 
     def _recipe(self, model: Trained) -> Recipe:
         """The tier's recipe for a model."""
@@ -143,6 +140,7 @@ class Lab:
             for folder in folders:
                 samples(folder, "test")
         if longppl and self.reference:
+            self._check_reference(Path(self.reference).name)
             try:
                 load_config(self.reference)
             except (OSError, ValueError) as error:
@@ -150,6 +148,17 @@ class Lab:
                     f"LongPPL needs a model that finds its key tokens: {error}. Give one with --reference "
                     "(a run, a folder, a .gguf file, a name on the hub)"
                 ) from None
+
+    def _check_reference(self, name: str) -> None:
+        """Key tokens of two references do not compare: one folder of results has one."""
+        for path in sorted((self.out / "runs").glob(f"{self.name}-*.json")):
+            for entry in read_json(path).get("measured", []):
+                other = entry["metrics"].get("longppl", {}).get("reference", {}).get("reference", name)
+                if Path(other).name != name:
+                    raise ValueError(
+                        f"{path.name} has LongPPL by the reference {other}, this is {name}: give that one with "
+                        "--reference, or choose another --out"
+                    )
 
     def _folder(self, corpus: str) -> Path:
         """The prepared rows of a corpus."""
@@ -163,8 +172,9 @@ class Lab:
         """The run of a model, whether it was trained or not; one that `elastic train` left there counts."""
         rows = samples(self.folder(model.corpus))
         recipe, data = fit(self.recipe(model), rows), data_hash(rows)
-        for folder in self.work.glob(f"*-{recipe.digest(data)}"):
-            recipe = replace(recipe, name=folder.name.removesuffix(f"-{recipe.digest(data)}"))
+        for folder in self.work.glob(f"[!.]*-{recipe.digest(data)}"):
+            if not folder.name.startswith(f"{self.name}-{model.corpus}") and (folder / "result.json").exists():
+                recipe = replace(recipe, name=folder.name.removesuffix(f"-{recipe.digest(data)}"), variant="")
         return Run(self.work, recipe, data)
 
     def test_rows(self, corpus: str) -> Samples:
@@ -185,29 +195,42 @@ class Lab:
 
         `sharing` is how many such processes use the device at the same time.
         """
-        missing = self.missing(model, wanted)
-        if self.record(model).trained and not missing:
+        wanted = list(wanted)
+        if self.record(model).trained and not self.missing(model, wanted):
             return
         self._train(model, sharing)
+        missing = self.missing(model, wanted)  # all of it where weights had to be trained again
         for conditions in dict.fromkeys(conditions for _, conditions in missing):
             self._measure(model, conditions, [metric for metric, when in missing if when == conditions])
-        if not keep_weights:
-            shutil.rmtree(self.run(model).folder, ignore_errors=True)
+        if not keep_weights and self.run(model).recipe.name == self.recipe(model).name:  # not of `elastic train`
+            self._remove(self.run(model).folder)
             self.run.cache_clear()  # type: ignore[attr-defined]
+
+    def _remove(self, folder: Path) -> None:
+        """Under another name first: what is half removed must not look like a finished run."""
+        doomed = folder.with_name(f".removing-{folder.name}")
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def _train(self, model: Trained, sharing: int) -> None:
         run, record = self.run(model), self.record(model)
         if not run.finished:
             # another machine than before an interruption only rounds differently, and the run says so
             begun = Resume(allowed=True, or_start=True, new_machine=True)
+            before = self._sharing(sharing)
             result = train(run.recipe, self.folder(model.corpus), self.work, begun)
-            record.add_training(result, run.measured(), sharing)
+            record.add_training(result, run.measured(), (before + self._sharing(sharing)) / 2)
             torch.compiler.reset()  # code compiled for one model would count against the limit of the next
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         elif record.trained is None:
-            record.add_training(run.content(), run.measured(), sharing)
+            record.add_training(run.content(), run.measured(), 1)
+
+    def _sharing(self, planned: int) -> int:
+        """How many processes use the device just now, as the scheduler says."""
+        running = self.work / "logs" / "running"
+        return int(running.read_text() or planned) if planned > 1 and running.exists() else planned
 
     def _measure(self, model: Trained, conditions: Conditions, metrics: list[str]) -> None:
         """Measure a trained model under one set of conditions, and keep the results."""

@@ -1,10 +1,11 @@
 """The ledger: each claim of the paper's sections 3.2 to 3.7 as comparisons that code checks against our tables.
 
 A comparison says that one number is below another. Numbers are compared by their logarithms, averaged over seeds.
-Between two models the interval of a difference comes from how far seeds of one model lie apart (pooled over all models
-that have several; without any the comparison is undecided). Between two readings of the same runs no seed is involved,
-and the interval is a bootstrap over documents, of two runs at least. A comparison is held if its interval (95%) is
-below zero, not held if it is above. A claim is held if all its comparisons are, and not held if one of them is not.
+Between two models the interval of a difference comes from how far seeds of one model lie apart, pooled over all models
+that have several: Student's t, 95% for all comparisons of a claim together (Bonferroni), and undecided with fewer than
+three degrees of freedom. Between two readings of the same runs no seed is involved, and the interval is a bootstrap
+over documents, of two runs at least. A comparison is held if its interval is below zero, not held if it is above. A
+claim is held if all its comparisons are, and not held if one of them is not.
 """
 
 import math
@@ -22,6 +23,8 @@ from elastic_memory.training.files import write_json, write_text
 from elastic_memory.training.strict import read_json
 
 HELD, NOT_HELD, UNDECIDED, MISSING = "held", "not held", "undecided at this scale", "no numbers yet"
+INCOMPLETE = "numbers still missing"
+FREEDOM = 3  # fewer degrees of freedom say too little about what a seed is worth
 
 Place = tuple[str, str, str]  # row, column and metric of a table
 
@@ -149,36 +152,66 @@ def judge(results: Path, tier: str) -> list[dict[str, Any]]:
     return [_verdict(claim, tables.get(claim.table, {}), noise) for claim in CLAIMS]
 
 
-def seed_noise(cells: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """For each metric the standard deviation of its logarithm between seeds, pooled over models that have several."""
-    squares: dict[str, list[tuple[float, int]]] = {}
+def seed_noise(cells: Iterable[dict[str, Any]]) -> dict[str, tuple[float, int]]:
+    """For each metric the standard deviation of its logarithm between seeds, and its degrees of freedom.
+
+    Pooled over models that have several seeds, each once, as they were trained.
+    """
+    groups: dict[str, dict[tuple[str, ...], list[float]]] = {}
     for cell in cells:
         for metric in cell["values"]:
-            logs = _logs(cell, metric)
-            if len(logs) > 1:
-                squares.setdefault(metric, []).append((statistics.variance(logs) * (len(logs) - 1), len(logs) - 1))
-    return {
-        metric: math.sqrt(sum(square for square, _ in found) / sum(freedom for _, freedom in found))
-        for metric, found in squares.items()
-    }
+            runs = [run for run in _having(cell, metric) if _plain(run["measured"][metric])]
+            if len(runs) > 1:
+                logs = [math.log(run["values"][metric]) for run in runs]
+                groups.setdefault(metric, {})[tuple(run["run"] for run in runs)] = logs
+    found = {}
+    for metric, models in groups.items():
+        freedom = sum(len(logs) - 1 for logs in models.values())
+        squares = sum(statistics.variance(logs) * (len(logs) - 1) for logs in models.values())
+        found[metric] = math.sqrt(squares / freedom), freedom
+    return found
+
+
+def _plain(measured: Mapping[str, Any]) -> bool:
+    """Whether a model was measured as it was trained."""
+    protocol = measured.get("protocol", "")
+    return "corrupt=" not in protocol and "sampling=" not in protocol
+
+
+def student(probability: float, freedom: int) -> float:
+    """The quantile of Student's t, by its expansion around the normal one; good to 1% from three degrees on."""
+    z = statistics.NormalDist().inv_cdf(probability)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    fourth = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
+    return z + first / freedom + second / freedom**2 + third / freedom**3 + fourth / freedom**4
+
+
+def _having(cell: Mapping[str, Any], metric: str) -> list[dict[str, Any]]:
+    return [run for run in cell["runs"] if run["values"].get(metric) is not None]
 
 
 def _logs(cell: Mapping[str, Any], metric: str) -> list[float]:
-    found = [run["values"].get(metric) for run in cell["runs"]]
-    return [math.log(value) for value in found if value is not None]
+    return [math.log(run["values"][metric]) for run in _having(cell, metric)]
 
 
 def _verdict(
-    claim: Claim, cells: Mapping[tuple[str, str], dict[str, Any]], noise: Mapping[str, float]
+    claim: Claim, cells: Mapping[tuple[str, str], dict[str, Any]], noise: Mapping[str, tuple[float, int]]
 ) -> dict[str, Any]:
-    compared = [_compare(cells.get(low[:2]), cells.get(high[:2]), low, high, noise) for low, high in claim.pairs]
+    known = {
+        metric: (sd, student(1 - 0.025 / len(claim.pairs), freedom))
+        for metric, (sd, freedom) in noise.items()
+        if freedom >= FREEDOM
+    }
+    compared = [_compare(cells.get(low[:2]), cells.get(high[:2]), low, high, known) for low, high in claim.pairs]
     verdicts = {entry["verdict"] for entry in compared}
     if NOT_HELD in verdicts:
         verdict = NOT_HELD
     elif verdicts == {HELD}:
         verdict = HELD
     else:
-        verdict = MISSING if verdicts == {MISSING} else UNDECIDED
+        verdict = MISSING if verdicts == {MISSING} else INCOMPLETE if MISSING in verdicts else UNDECIDED
     return {
         "claim": claim.name,
         "section": claim.section,
@@ -190,7 +223,11 @@ def _verdict(
 
 
 def _compare(
-    low: dict[str, Any] | None, high: dict[str, Any] | None, place: Place, other: Place, noise: Mapping[str, float]
+    low: dict[str, Any] | None,
+    high: dict[str, Any] | None,
+    place: Place,
+    other: Place,
+    noise: Mapping[str, tuple[float, float]],
 ) -> dict[str, Any]:
     """One comparison: the relative difference, its interval, and what follows."""
     metric = place[2]
@@ -205,10 +242,12 @@ def _compare(
         "difference": math.expm1(difference),
     }
     assert low and high
-    if [run["run"] for run in low["runs"]] == [run["run"] for run in high["runs"]] and metric in ("ppl", "longppl"):
+    names = [[run["run"] for run in _having(cell, metric)] for cell in (low, high)]
+    if names[0] == names[1] and metric in ("ppl", "longppl"):
         logs = _paired(low, high, metric)
     elif metric in noise:
-        margin = 1.96 * noise[metric] * math.sqrt(1 / len(ours) + 1 / len(theirs))
+        sd, quantile = noise[metric]
+        margin = quantile * sd * math.sqrt(1 / len(ours) + 1 / len(theirs))
         logs = [difference - margin, difference + margin]
     else:
         return entry | {"interval": None, "verdict": UNDECIDED}
@@ -223,7 +262,7 @@ def _paired(low: dict[str, Any], high: dict[str, Any], metric: str, draws: int =
     """95% of the difference between two readings of the same runs, documents drawn with replacement."""
     sums = []
     for cell in (low, high):
-        documents = [run["measured"][metric]["by_document"] for run in cell["runs"]]
+        documents = [run["measured"][metric]["by_document"] for run in _having(cell, metric)]
         names = sorted(documents[0])
         sums.append(np.array([[found[name] for name in names] for found in documents]).sum(0))
     weights = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), size=draws)
@@ -241,15 +280,20 @@ def summary(judged: list[dict[str, Any]], tier: str) -> Table:
     note = (
         f"Tier {tier}. Comparisons held / not held / undecided / not measured yet. One between models is decided where "
         "the difference is larger than what seeds explain, one between readings of the same models where it is larger "
-        "than what documents explain (95%); one run alone decides nothing. Made by `elastic reproduce claims`."
+        "than what documents explain (95%); one run alone decides nothing. "
+        f"Made by `elastic reproduce claims --tier {tier}`."
     )
     return Table("The paper's claims, checked", ["claim", "verdict", "comparisons"], rows, note)
 
 
 def write(results: Path, tier: str) -> Table:
-    """Judge all claims and write `claims.json` and the ledger's table."""
+    """Judge all claims and write `claims-<tier>.json` and the ledger's table."""
     judged = judge(results, tier)
-    write_json(results / "claims.json", {"tier": tier, "claims": judged})
+    if all(entry["verdict"] == MISSING for entry in judged):
+        raise ValueError(
+            f"{results} has no table of tier {tier} with numbers: run `elastic reproduce main --tier {tier}`"
+        )
+    write_json(results / f"claims-{tier}.json", {"tier": tier, "claims": judged})
     table = summary(judged, tier)
-    write_text(results / "claims.md", table.markdown())
+    write_text(results / f"claims-{tier}.md", table.markdown())
     return table

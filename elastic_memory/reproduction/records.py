@@ -37,7 +37,7 @@ class Record:
         """The result of training, once it is finished."""
         return self.content["trained"]
 
-    def add_training(self, result: dict[str, Any], lines: list[dict[str, Any]], sharing: int) -> None:
+    def add_training(self, result: dict[str, Any], lines: list[dict[str, Any]], sharing: float) -> None:
         """Keep the result of training; what was measured of earlier weights goes."""
         stride = max(1, len(lines) // CURVE)
         curve = [[line["step"], round(float(line["loss"]), 4)] for line in lines[stride - 1 :: stride]]

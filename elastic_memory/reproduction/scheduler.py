@@ -1,6 +1,6 @@
 """Several jobs side by side on one device, the most important first, until all are done or time is over.
 
-A training process alone leaves a GPU idle between its kernels; three of them fill it. Each job is a process of its own:
+While one process compiles or measures, the others use the GPU. Each job is a process of its own:
 when time is over it gets SIGTERM, saves a checkpoint and ends, and the next call continues from there.
 """
 
@@ -15,6 +15,10 @@ from typing import IO
 from elastic_memory.training.session import tell
 
 GRACE = 60.0  # seconds to save a checkpoint in
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 @dataclass
@@ -44,7 +48,8 @@ class Scheduler:
     def run(self) -> None:
         """Until everything is done or time is over. However this ends, no process stays behind."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        handler = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        ended = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        handlers = {number: signal.signal(number, _interrupt) for number in ended}
         try:
             while self.running or self.waiting:
                 self._start()
@@ -56,12 +61,19 @@ class Scheduler:
                     tell("time is over: running jobs save what they have")
                     break
         finally:
+            for number in ended:
+                signal.signal(number, signal.SIG_IGN)  # what runs is being ended already
+            self._collect()
             self._stop()
             self.left += [task.name for task in self.waiting]
-            signal.signal(signal.SIGTERM, handler)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
     def _start(self) -> None:
-        for task in [task for task in self.waiting if self._fits(task)]:
+        fitting = [task for task in self.waiting if self._fits(task)]
+        if not fitting and not self.running and not self.done and not self.failed:
+            fitting = self.waiting[:1]  # it saves a checkpoint in time, and the next call continues
+        for task in fitting:
             if len(self.running) >= self.parallel:
                 return
             self.waiting.remove(task)
@@ -75,6 +87,7 @@ class Scheduler:
                 start_new_session=True,
             )
             self.running.append(task)
+            self._count()
             tell(f"started {task.name} ({len(self.done)} of {self.total} done)")
 
     def _fits(self, task: Task) -> bool:
@@ -89,6 +102,7 @@ class Scheduler:
                 continue
             task.log.close()
             self.running.remove(task)
+            self._count()
             seconds = time.monotonic() - task.begun
             if code == 0:
                 self.done.append(task.name)
@@ -96,6 +110,10 @@ class Scheduler:
             else:
                 self.failed.append(task.name)
                 tell(f"failed {task.name} (exit {code}): {self._last_line(task)}")
+
+    def _count(self) -> None:
+        """For the jobs, which record how many share the device."""
+        (self.logs / "running").write_text(str(len(self.running)))
 
     def _last_line(self, task: Task) -> str:
         path = self.logs / f"{task.name}.log"

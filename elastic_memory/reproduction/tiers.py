@@ -54,8 +54,8 @@ TIERS = {
         probed=4,
         batch=16,
         reference="HuggingFaceTB/SmolLM2-135M-Instruct",
-        caution="A third of the paper's parameters, a quarter of its lengths, corpora of our own that stand for the "
-        "paper's, and 1/270 of its tokens.",
+        caution="A third of the paper's parameters, a quarter of its lengths, and corpora of our own that stand "
+        "for the paper's.",
     ),
     "paper": Tier(
         sizes={"1x": {}, "2x": {"model.preset": "200m"}, "4x": {"model.preset": "400m"}},

@@ -3,7 +3,9 @@
 JOB is the JSON of a `Job`: a model to train and measure, or a corpus whose key tokens are to be found.
 """
 
+import ctypes
 import json
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +32,10 @@ class Job:
 
 def main(text: str) -> None:
     """Do the job."""
+    if sys.platform == "linux":
+        # if the scheduler is killed outright, this process ends too, in order
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
     from elastic_memory.reproduction.lab import Lab, Trained
     from elastic_memory.reproduction.tables import wanted
 

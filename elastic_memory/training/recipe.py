@@ -131,6 +131,10 @@ class Recipe:
                 bounds = f"{'above 0' if least == TINY else least} to {'below 1' if most == BELOW_ONE else f'{most:,}'}"
                 raise ValueError(f"{key}: {value:,}, expected {bounds}")
         training = self.training
+        if training.corpus_tokens is not None and not training.length <= training.corpus_tokens <= 10**15:
+            raise ValueError(
+                f"training.corpus_tokens: {training.corpus_tokens:,}, expected one row, {training.length:,}, or more"
+            )
         if training.batch_tokens % training.length:
             raise ValueError(
                 f"training.batch_tokens: {training.batch_tokens:,}, no multiple of training.length {training.length:,}"

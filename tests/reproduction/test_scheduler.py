@@ -74,6 +74,14 @@ def test_what_is_not_expected_to_end_in_time_is_not_begun(tmp_path):
     )
 
 
+def test_where_nothing_fits_the_most_important_is_begun_all_the_same(tmp_path):
+    scheduler = Scheduler(
+        [task(tmp_path, "large", expected=100.0), task(tmp_path, "other", expected=100.0)], 2, tmp_path / "logs", 50
+    )
+    scheduler.run()
+    assert scheduler.done == ["large"] and scheduler.left == ["other"]
+
+
 def test_a_job_that_fails_is_named_with_its_last_words_and_the_others_go_on(tmp_path, capsys):
     scheduler = Scheduler([task(tmp_path, "bad", code=3), task(tmp_path, "good")], 1, tmp_path / "logs")
     scheduler.run()

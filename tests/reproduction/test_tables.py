@@ -212,6 +212,31 @@ def test_longppl_names_its_reference_and_warns_of_few_key_tokens(data, tmp_path,
     Lab("smoke", tmp_path, data, str(reference)).find_keys("proofs")
 
 
+def test_what_is_wanted_later_is_measured_again_with_all_the_rest(data, tmp_path):
+    """The weights are gone by then: trained again, the model is measured in full."""
+    made, model = Lab("smoke", tmp_path, data), Trained(memory="none", seed=42)
+    plain = next(iter(MINI.cells()))[2].conditions
+    disturbed = replace(plain, corrupt=0.5, corrupt_layers="all")
+    made.complete(model, [("ppl", plain)])
+    made.complete(model, [("ppl", plain), ("ppl", disturbed)])
+    assert made.missing(model, [("ppl", plain), ("ppl", disturbed)]) == []
+    assert len(made.record(model).content["measured"]) == 2
+
+
+def test_numbers_that_do_not_compare_are_not_put_into_one_table(data, tmp_path):
+    make(MINI, tmp_path, data)
+    path = next(tmp_path.glob("runs/smoke-proofs-none-*.json"))
+    record = json.loads(path.read_text())
+    record["measured"][0]["data"]["sha256"] = "other rows"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="other test rows: their numbers do not compare"):
+        MINI.write(Lab("smoke", tmp_path))
+
+
+def test_the_page_of_our_own_results_can_be_made():
+    assert collect(ROOT / "results").tables["learning-rate-small.md"].rows[-1][-1] == ""
+
+
 def test_smoke_brings_its_own_text(tmp_path):
     one = replace(MINI, rows={"none": MINI.rows["none"]})
     assert make(one, tmp_path, None).rows[0][1].endswith(" [1.5]")
@@ -285,6 +310,9 @@ def test_a_run_that_was_trained_elsewhere_is_not_trained_again(data, tmp_path, m
     monkeypatch.setattr(session, "build_model", lambda recipe: pytest.fail("trained again"))
     again = Lab("smoke", tmp_path, data)
     again.complete(model, MINI.wanted(model))
+    assert (tmp_path / "work" / f"smoke-none-{recipe.digest(again.run(model).data)}" / "model").exists(), (
+        "not ours to remove"
+    )
     assert again.record(model).find("ppl", asdict(MINI.models(made) and next(iter(MINI.cells()))[2].conditions))
 
 
