@@ -36,7 +36,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("elastic_memory/data/folders.py", "tests/training/test_checkpoints.py"): [
         (
-            'temporary = path.with_name(f"{path.name}.tmp")\n    temporary.unlink(missing_ok=True)',
+            'temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")',
             "temporary = path\n    temporary.unlink(missing_ok=True)",
             "killed",
         ),
@@ -112,7 +112,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if wanted not in BUILT_IN:", "if False:", "kernel"),
     ],
     ("elastic_memory/data/tokenizers.py", "tests/test_outside_code.py"): [
-        (", trust_remote_code=False)", ")", "of_a_tokenizer"),
+        (", trust_remote_code=False, **gguf)", ", **gguf)", "of_a_tokenizer"),
     ],
     ("tests/test_sources.py", "tests/test_sources.py"): [
         ('"__import__",', "", "looks_for"),

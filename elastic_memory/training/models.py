@@ -5,6 +5,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from elastic_memory.model.attach import REMINDER
 from elastic_memory.training.checkpoints import MANIFEST, WEIGHTS, DamagedError, IncompleteError, verify, write_manifest
 
 LARGEST_HEADER = 100 << 20  # what the format allows
@@ -37,7 +38,7 @@ def check_tensors(folder: Path, quantized: bool) -> None:
         for name, kind in _tensors(path).items():
             if name in found:
                 raise ValueError(f"{path}: {name} is in {found[name]} too")
-            if not quantized and not kind.startswith(("F", "BF")):
+            if not quantized and name != REMINDER and not kind.startswith(("F", "BF")):
                 raise ValueError(f"{path}: {name} has type {kind}, weights are floating-point numbers")
             found[name] = path.name
 

@@ -128,7 +128,7 @@ def test_an_interrupt_while_reading_leaves_the_file_as_it_was(checkpoint, book, 
         calls.append(1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(em.MemoryLlamaForCausalLM, "forward", interrupted)
+    monkeypatch.setattr(em.MemoryCache, "read", interrupted)
     (tmp_path / "more.txt").write_text("And then?")
     result = CliRunner().invoke(
         app, ["generate", str(checkpoint), "--prompt-file", str(tmp_path / "more.txt"), "--memory", str(memory)]
