@@ -57,6 +57,24 @@ def test_hidden_states_of_many_blocks_at_once(model):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+@torch.no_grad()
+def test_hidden_states_of_some_layers(cached, model, ids):
+    """As in transformers: what the listed layers return, without the embeddings, and None for the others."""
+    every = model(ids, output_hidden_states=True, use_cache=cached).hidden_states
+    chosen = model(ids, output_hidden_states=[0, 2], use_cache=cached).hidden_states
+    assert len(chosen) == 3 and chosen[1] is None
+    assert torch.equal(chosen[0], every[1]) and torch.equal(chosen[2], every[3])
+    assert model(ids, output_hidden_states=[], use_cache=cached).hidden_states is None
+
+
+def test_weights_of_other_sizes_raise_what_transformers_raises(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    for error in (RuntimeError, ValueError):
+        with pytest.raises(error, match="in the file"):
+            em.MemoryLlamaForCausalLM.from_pretrained(tmp_path, vocab_size=62)
+
+
 def test_predictions_of_long_samples(model, ids, tmp_path, monkeypatch):
     monkeypatch.setattr(modeling, "LOGITS_AT_MOST", 50)
     trainer = Trainer(model, TrainingArguments(tmp_path, report_to=[], use_cpu=True, per_device_eval_batch_size=2))
