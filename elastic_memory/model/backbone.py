@@ -82,7 +82,7 @@ class MemoryBackbone(Mixed):
             rows = from_mask(attention_mask[:, -source.shape[1] :])
         source = rows.align(source) if rows else source
         hidden = self.residual(self.embed_tokens(source) if input_ids is not None else source)
-        every = [hidden]
+        every = []
         length = hidden.shape[1] if rows else length
         # Its length would be one more that graphs depend on.
         like = hidden.new_empty(())
@@ -92,16 +92,14 @@ class MemoryBackbone(Mixed):
             hidden = self.wavefront(self.layers, hidden, rope)
         else:
             for layer in self.layers:
+                if output_hidden_states:
+                    every.append(rows.restore(hidden) if rows else hidden)
+                    hidden = rows.align(every[-1]) if rows else hidden  # gradients reach what is returned
                 hidden = layer(hidden, rope)
-                every.append(hidden)
         hidden = self.last_norm(hidden)
         if rows:
             hidden = rows.restore(hidden)
-        states = None
-        if output_hidden_states:
-            states = _chosen(
-                [*(rows.restore(x) if rows else x for x in every[:-1]), hidden], output_hidden_states
-            )
+        states = _chosen([*every, hidden], output_hidden_states)
         cache = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
         return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], past_key_values=cache, hidden_states=states)
 
