@@ -4,7 +4,7 @@ VENV   ?= .venv
 RUN    := $(VENV)/bin/python -m
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-faults test-gpu mutants check bench bench-gpu clean help
+.PHONY: demo test test-slow test-faults test-gpu test-transformers mutants check bench bench-gpu clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -24,6 +24,18 @@ test-slow: $(READY)    ## the tests that take minutes each
 
 test-faults: $(READY)  ## kills, full disks, damaged files
 	$(RUN) pytest -m faults $(ARGS)
+
+# Its tests are in the source distribution alone; nothing of it is kept here.
+TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
+SOURCES      := build/transformers-$(TRANSFORMERS)
+$(SOURCES): $(READY)
+	$(RUN) pip download --quiet --no-deps --no-binary transformers --dest build transformers==$(TRANSFORMERS)
+	tar -xzf $@.tar.gz -C build
+	touch $@
+
+test-transformers: $(SOURCES)  ## transformers' own tests on every memory, and those of other clients; needs the network once
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt parameterized peft bitsandbytes
+	OMP_NUM_THREADS=1 TRANSFORMERS_SOURCES=$(SOURCES) $(RUN) tests.mixins $(ARGS)
 
 mutants: $(READY)      ## break each guarded line and expect a red test: ten minutes; ARGS="checkpoints" chooses
 	$(RUN) tests.mutants $(ARGS)

@@ -1,6 +1,6 @@
 """A Llama's backbone with memory, as a mixin: embedding, layers, norm; for whole samples and streams of any length."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -47,12 +47,13 @@ class MemoryBackbone(Mixed):
         past_key_values: MemoryCache | None = None,
         inputs_embeds: Float[Tensor, "batch column width"] | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | Collection[int] | None = None,
         keep: int = 0,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states of every column, or of the last `keep`.
 
+        `output_hidden_states` may list layers, as in transformers: theirs are returned, and None for the others.
         `attention_mask` says which columns are real (left or right padding alike). Without a cache, `position_ids` that
         start again at 0 separate packed documents; with one they are ignored, as each row has its own clock.
         """
@@ -70,7 +71,7 @@ class MemoryBackbone(Mixed):
             return BaseModelOutputWithPast(
                 last_hidden_state=every[-1][:, -keep:],
                 past_key_values=past_key_values,
-                hidden_states=tuple(every) if output_hidden_states else None,
+                hidden_states=_chosen(every, output_hidden_states),
             )
 
         length = constant(source.shape[1])  # blocks and operators depend on it
@@ -81,7 +82,7 @@ class MemoryBackbone(Mixed):
             rows = from_mask(attention_mask[:, -source.shape[1] :])
         source = rows.align(source) if rows else source
         hidden = self.residual(self.embed_tokens(source) if input_ids is not None else source)
-        every = [hidden]
+        every = []
         length = hidden.shape[1] if rows else length
         # Its length would be one more that graphs depend on.
         like = hidden.new_empty(())
@@ -91,14 +92,14 @@ class MemoryBackbone(Mixed):
             hidden = self.wavefront(self.layers, hidden, rope)
         else:
             for layer in self.layers:
+                if output_hidden_states:
+                    every.append(rows.restore(hidden) if rows else hidden)
+                    hidden = rows.align(every[-1]) if rows else hidden  # gradients reach what is returned
                 hidden = layer(hidden, rope)
-                every.append(hidden)
         hidden = self.last_norm(hidden)
         if rows:
             hidden = rows.restore(hidden)
-        states = None
-        if output_hidden_states:
-            states = (*(rows.restore(x) if rows else x for x in every[:-1]), hidden)
+        states = _chosen([*every, hidden], output_hidden_states)
         cache = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
         return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], past_key_values=cache, hidden_states=states)
 
@@ -251,6 +252,13 @@ def _refuse(config: Any, source: Any, mask: Tensor | None, options: dict[str, An
         raise ValueError("no tokens: give at least one column")
     if mask is not None:
         check_mask(mask, *source.shape[:2])
+
+
+def _chosen(every: list[Tensor], asked: bool | Collection[int]) -> tuple[Tensor | None, ...] | None:
+    """The hidden states that were asked for: all, the embeddings first, or those that some layers return."""
+    if isinstance(asked, Collection) and asked:
+        return tuple(state if layer in asked else None for layer, state in enumerate(every[1:]))
+    return tuple(every) if asked else None
 
 
 def _padded_rows(mask: Tensor | None, columns: int) -> Rows | None:

@@ -253,10 +253,15 @@ def memory_layers(backbone: Any, settings: MemorySettings) -> nn.ModuleList:
     return nn.ModuleList(kept)
 
 
+class WrongSizeError(ValueError, RuntimeError):
+    """Weights of other shapes than the configuration's; transformers raises a RuntimeError for them."""
+
+
 class _Initialised(Mixed):
     """Weights as Llama initialises them, memories as they say themselves; or those of a file, if they fit."""
 
     _no_split_modules = ("MemoryLayer",)
+    _can_record_outputs = {"hidden_states": MemoryLayer}  # noqa: RUF012 - as transformers declares it; no attentions
     _tp_plan = _pp_plan = None  # memories hold the heads of a whole layer, and caches all layers
 
     @classmethod
@@ -269,7 +274,7 @@ class _Initialised(Mixed):
         model, info = super().from_pretrained(*args, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs)
         if info["mismatched_keys"] and not ignore_mismatched_sizes:
             name, there, here = min(info["mismatched_keys"])
-            raise ValueError(
+            raise WrongSizeError(
                 f"{name} is {list(there)} in the file and {list(here)} here: sizes such as block_size, "
                 f"{model.config.block_size} here, and memory_order must be those that the model was trained with"
             )

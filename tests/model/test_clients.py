@@ -57,6 +57,40 @@ def test_hidden_states_of_many_blocks_at_once(model):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+@torch.no_grad()
+def test_hidden_states_of_some_layers(cached, model, ids):
+    """As in transformers: what the listed layers return, without the embeddings, and None for the others."""
+    every = model(ids, output_hidden_states=True, use_cache=cached).hidden_states
+    chosen = model(ids, output_hidden_states=[0, 2], use_cache=cached).hidden_states
+    assert len(chosen) == 3 and chosen[1] is None
+    assert torch.equal(chosen[0], every[1]) and torch.equal(chosen[2], every[3])
+    assert model(ids, output_hidden_states=[], use_cache=cached).hidden_states is None
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_gradients_reach_the_hidden_states_of_padded_rows(memory, ids):
+    """Those that a row alone gives; padding has none."""
+    model, mask = small_model(memory), torch.ones_like(ids)
+    mask[1, :13] = 0
+    padded = model(ids, attention_mask=mask, output_hidden_states=True)
+    alone = model(ids[1:, 13:], output_hidden_states=True)
+    for output in (padded, alone):
+        for state in output.hidden_states:
+            state.retain_grad()
+        output.logits[-1, -1].square().sum().backward()
+    for mine, theirs in zip(padded.hidden_states, alone.hidden_states, strict=True):
+        assert not mine.grad[0].any() and not mine.grad[1, :13].any() and theirs.grad.any()
+        torch.testing.assert_close(mine.grad[1, 13:], theirs.grad[0], atol=1e-3, rtol=1e-3)
+
+
+def test_weights_of_other_sizes_raise_what_transformers_raises(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    for error in (RuntimeError, ValueError):
+        with pytest.raises(error, match="in the file"):
+            em.MemoryLlamaForCausalLM.from_pretrained(tmp_path, vocab_size=62)
+
+
 def test_predictions_of_long_samples(model, ids, tmp_path, monkeypatch):
     monkeypatch.setattr(modeling, "LOGITS_AT_MOST", 50)
     trainer = Trainer(model, TrainingArguments(tmp_path, report_to=[], use_cpu=True, per_device_eval_batch_size=2))
