@@ -48,7 +48,8 @@ def check_loaded(where: str, info: dict[str, Any], foreign: bool) -> None:
 
     A foreign model may have tensors that its class does not use.
     """
-    unknown = set() if foreign else {name for name in info["unexpected_keys"] if MEMORY not in name}
+    unexpected = {name for name in info["unexpected_keys"] if MEMORY not in name and name != REMINDER}
+    unknown = set() if foreign else unexpected
     for names, what in ((info["missing_keys"], "weights are missing"), (unknown, "tensors that are no weights of it")):
         if names:
             first = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

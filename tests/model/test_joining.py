@@ -252,7 +252,7 @@ def test_a_thousand_parts_keep_their_precision(tmp_path):
     [
         ("elastic", dict(memory_layers=[0, 2]), "layers 2 remember what layer 0 read"),
         ("elastic", dict(local_attention="sliding"), "sliding attention looks back"),
-        ("infini linear", {}, "layers 1, 2 remember what layer 0 read"),
+        ("infini linear", dict(memory_options=dict(memory_norm="output")), "layers 1, 2 remember what layer 0 read"),
     ],
 )
 def test_what_is_only_approximate_must_be_asked_for(case, overrides, says):
