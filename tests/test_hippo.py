@@ -323,6 +323,6 @@ def test_a_thousand_parts_keep_their_precision():
         (lambda: hippo.join(SIGNAL, SIGNAL / 0, 1, 1), "NaN or infinity"),
     ],
 )
-def test_a_bad_join_is_named(call, says):
+def test_bad_input_of_a_join_is_named(call, says):
     with pytest.raises(ValueError, match=says):
         call()
