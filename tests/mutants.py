@@ -36,7 +36,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("elastic_memory/data/folders.py", "tests/training/test_checkpoints.py"): [
         (
-            'temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")',
+            'temporary = path.with_name(f"{path.name}.tmp")\n    temporary.unlink(missing_ok=True)',
             "temporary = path\n    temporary.unlink(missing_ok=True)",
             "killed",
         ),

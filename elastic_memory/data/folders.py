@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -21,7 +20,8 @@ def check_replaceable(path: Path) -> None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open `path` for writing so that it appears under its name complete and on disk, or not at all."""
     check_replaceable(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")  # each writer its own
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
         # "x" refuses a link planted under the temporary name; the rename replaces one under the final name.
         with open(temporary, "xb") as file:

@@ -8,6 +8,7 @@ LongPPL is the evaluated model's perplexity on the key tokens, pooled over all t
 import hashlib
 import json
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +25,6 @@ from elastic_memory.evaluation.rows import Advance, Journal, Record, bootstrap, 
 from elastic_memory.evaluation.spans import Span, encode, inside, locate, merge
 from elastic_memory.model.fingerprint import weights_hash
 from elastic_memory.shapes import Float, Int, Tensor
-from elastic_memory.training.files import write_json
 
 REFERENCE = "meta-llama/Llama-3.1-8B"
 FEW = 500  # with fewer key tokens the value says little, and is shown with a warning
@@ -154,7 +154,10 @@ class KeyTokens:
         keys = [i for i in self._computed(tokenizer, ids, text, spans) if i > 0]
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {**identity, "reference_tokens": self.length, "keys": keys})
+            # several processes may find the same key tokens at once: each writes a file of its own first
+            own = path.with_name(f".{path.name}.{os.getpid()}")
+            own.write_text(json.dumps({**identity, "reference_tokens": self.length, "keys": keys}))
+            own.replace(path)
         return ids, keys
 
     def _computed(self, tokenizer: Any, ids: Tensor, text: str | None, spans: list[Span]) -> list[int]:
