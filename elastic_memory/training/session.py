@@ -95,7 +95,7 @@ class Session:
         most = training.corpus_tokens and training.corpus_tokens // training.length
         self.schedule = Schedule(rows, training.steps * training.batch, training.seed, most)
         self.held = ExitStack()
-        self.fresh = False  # whether this session made the run's folder
+        self.fresh = False  # whether the run's folder was made just now
         self.facts: dict[str, Any] = {}  # to be recorded when the run begins
         if training.precision == "bf16":
             # what autocast leaves in float32, the memories' states, may use the tensor cores too

@@ -252,6 +252,7 @@ def test_a_thousand_parts_keep_their_precision(tmp_path):
     [
         ("elastic", dict(memory_layers=[0, 2]), "layers 2 remember what layer 0 read"),
         ("elastic", dict(local_attention="sliding"), "sliding attention looks back"),
+        # Without the norm (the default) such a join was further off than forgetting: 39.2 against 37.4, random weights.
         ("infini linear", dict(memory_options=dict(memory_norm="output")), "layers 1, 2 remember what layer 0 read"),
     ],
 )
