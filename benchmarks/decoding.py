@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import elastic_memory as em
-from elastic_memory.model import decoder
+from elastic_memory.fast import decoder
 from elastic_memory.training.environment import environment
 
 TERABYTES = 4.3
@@ -60,7 +60,7 @@ def replay(own: decoder.Decoder, opened: int, repeats: int) -> float:
 
 def kernels(own: decoder.Decoder, opened: int, steps: int = 5) -> dict[str, tuple[float, float]]:
     """Launches and microseconds of a step, by name of the kernel."""
-    from elastic_memory.kernels import decoding
+    from elastic_memory.fast.kernels import decoding
 
     table: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     early, decoding._early = decoding._early, lambda x: {"EARLY": False}

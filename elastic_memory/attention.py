@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elastic_memory.kernels import flash
+from elastic_memory.fast.kernels import flash
 from elastic_memory.shapes import Bool, Float, Tensor
 
 

@@ -19,7 +19,7 @@ from numbers import Integral, Real
 
 import torch
 
-from elastic_memory.kernels import triton_runs_on
+from elastic_memory.fast.kernels import triton_runs_on
 from elastic_memory.shapes import Float, Tensor
 
 METHODS = ("zoh", "forward", "backward", "bilinear")
@@ -84,7 +84,7 @@ def transitions(
     z phi_m = b_m phi_{m-1} + b_{m+1} phi_{m+1}; so Legendre's three-term recurrence carries rows n-1 and n to row n+1.
     """
     if _fused(ratios):
-        from elastic_memory.kernels import sweeps
+        from elastic_memory.fast.kernels import sweeps
 
         return sweeps.transitions(order, ratios, dtype)
     power = ratios.new_zeros(len(ratios), order, order)
@@ -243,7 +243,7 @@ def legendre(u: Float[Tensor, " point"], rows: int, shared: int = 2) -> Iterator
 def _climb(panel: Float[Tensor, "row point"], u: Float[Tensor, " point"], degree: int) -> None:
     """Fill all rows but the first two: P_degree, P_{degree+1}, ..."""
     if _fused(u):
-        from elastic_memory.kernels import sweeps
+        from elastic_memory.fast.kernels import sweeps
 
         return sweeps.climb(panel, u, degree)
     z = 2 * u - 1

@@ -6,9 +6,9 @@ import torch
 import elastic_memory as em
 from elastic_memory.attention import trapezoidal
 from elastic_memory.commands.selfcheck import checks
-from elastic_memory.kernels import flash
+from elastic_memory.fast import decoder
+from elastic_memory.fast.kernels import flash
 from elastic_memory.memory import MEMORIES
-from elastic_memory.model import decoder
 from elastic_memory.operators import Bank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -84,7 +84,8 @@ def join(
     Nothing is read again but the last file's open block. The joined file remembers the names and lengths of its parts.
     """  # fmt: skip
     from elastic_memory.evaluation.loading import load_model
-    from elastic_memory.model import MemoryCache, memory_file
+    from elastic_memory.streaming import memory_file
+    from elastic_memory.streaming.cache import MemoryCache
 
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: give a file, in a folder that exists")
@@ -111,7 +112,7 @@ def show(files: Annotated[list[Path], typer.Argument(help="Memory files.")]) -> 
 
     elastic memory show book.memory.safetensors
     """
-    from elastic_memory.model import memory_file
+    from elastic_memory.streaming import memory_file
 
     for path in files:
         told = memory_file.describe(path)

@@ -16,8 +16,9 @@ import torch
 from rich.progress import track
 
 from elastic_memory.evaluation.throughput import evaluate_once, tensor_cores, train_once
+from elastic_memory.fast import wavefront
 from elastic_memory.memory import MEMORIES
-from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM, wavefront
+from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM
 
 
 def compile_ahead(configs: Sequence[MemoryLlamaConfig], rows: int, length: int, processes: int = 4) -> None:

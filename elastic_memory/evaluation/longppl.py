@@ -23,8 +23,8 @@ from elastic_memory.evaluation.loading import load_model, tokenizer_of
 from elastic_memory.evaluation.losses import Model, Streamed, block_size_of, has_blocks, last_losses, streamed_losses
 from elastic_memory.evaluation.rows import Advance, Journal, Record, bootstrap, by_document, document_of, token_ids
 from elastic_memory.evaluation.spans import Span, encode, inside, locate, merge
-from elastic_memory.model.fingerprint import weights_hash
 from elastic_memory.shapes import Float, Int, Tensor
+from elastic_memory.streaming.fingerprint import weights_hash
 
 REFERENCE = "meta-llama/Llama-3.1-8B"
 FEW = 500  # with fewer key tokens the value says little, and is shown with a warning

@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Cache
 
-from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.modeling import MemoryCausalLM
 from elastic_memory.shapes import Float, Int, Tensor
+from elastic_memory.streaming.cache import MemoryCache
 
 # Any causal language model of transformers, ours or another.
 Model = Any

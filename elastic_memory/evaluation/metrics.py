@@ -17,7 +17,7 @@ from elastic_memory.evaluation.perplexity import PROTOCOLS, perplexity
 from elastic_memory.evaluation.recall import TASKS, learn, recall
 from elastic_memory.evaluation.reconstruction import reconstruction, spectrum
 from elastic_memory.evaluation.rows import Advance, Journal
-from elastic_memory.model.fingerprint import fingerprint
+from elastic_memory.streaming.fingerprint import fingerprint
 
 DISTANCES = (1, 2, 4, 8, 16, 32, 64)  # blocks between what is said and what is asked in recall
 

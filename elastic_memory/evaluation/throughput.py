@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from elastic_memory.evaluation.losses import Model, empty_cache, evaluating, has_blocks
+from elastic_memory.fast import cuda_graph as capture
 from elastic_memory.shapes import Float, Int, Tensor
-from elastic_memory.training import capture
 
 WARM_SECONDS = 3.0  # of a GPU, before anything counts
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elastic_memory.kernels import agrees, largest, triton_runs_on
+from elastic_memory.fast.kernels import agrees, largest, triton_runs_on
 from elastic_memory.memory.contract import (
     Block,
     Floats,
@@ -212,7 +212,7 @@ class InfiniMemory(Memory):
             return None
         if not _works(str(device), dim):
             return None
-        from elastic_memory.kernels import infini
+        from elastic_memory.fast.kernels import infini
 
         return infini
 
@@ -300,7 +300,7 @@ def _error(device: torch.device, dim: int, dtype: torch.dtype = torch.bfloat16) 
 
 
 def _error_of(norm: str, device: torch.device, dim: int, dtype: torch.dtype) -> float:
-    from elastic_memory.kernels import infini
+    from elastic_memory.fast.kernels import infini
 
     size, features = infini.CHUNK + 80, max(dim - 2, 2)
     geometry = Geometry(width=2 * dim, heads=2, kv_heads=1, head_dim=dim, layers=1, block_size=size, features=features)

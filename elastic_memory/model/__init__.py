@@ -3,7 +3,6 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from elastic_memory.model.attach import attach_memory, detach_memory
-from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.configuration import MemoryLlamaConfig
 from elastic_memory.model.modeling import (
     MemoryLlamaForCausalLM,
@@ -11,6 +10,7 @@ from elastic_memory.model.modeling import (
     MemoryLlamaModel,
     name_causal_lm,
 )
+from elastic_memory.streaming.cache import MemoryCache
 
 AutoConfig.register("memory_llama", MemoryLlamaConfig, exist_ok=True)
 AutoModel.register(MemoryLlamaConfig, MemoryLlamaModel, exist_ok=True)

@@ -8,15 +8,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from elastic_memory.attention import without_cudnn
+from elastic_memory.fast.decoder import Decoder
+from elastic_memory.fast.wavefront import Wavefront
 from elastic_memory.memory.contract import constant
-from elastic_memory.model.cache import MemoryCache
 from elastic_memory.model.calls import whole_calls
-from elastic_memory.model.decoder import Decoder
 from elastic_memory.model.rope import Rope
-from elastic_memory.model.rows import Rows, from_mask, from_positions
-from elastic_memory.model.unread import Call, unasked
-from elastic_memory.model.wavefront import Wavefront
 from elastic_memory.shapes import Float, Int, Tensor
+from elastic_memory.streaming.cache import MemoryCache
+from elastic_memory.streaming.packing import Rows, from_mask, from_positions
+from elastic_memory.streaming.unread import Call, unasked
 
 # What a mixin is mixed into: a model of transformers, of whichever family.
 Mixed: Any = object

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from elastic_memory.model.cache import MemoryCache
+from elastic_memory.streaming.cache import MemoryCache
 
 
 def whole_calls(forward: Callable) -> Callable:

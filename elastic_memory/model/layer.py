@@ -18,8 +18,8 @@ from elastic_memory.attention import masked, rotate, trapezoidal, window_mask
 from elastic_memory.memory import Block, Host, Memory, Reading, State
 from elastic_memory.memory.contract import constant
 from elastic_memory.model.rope import Heads, Rope
-from elastic_memory.model.stream import LayerStream, Segment
 from elastic_memory.shapes import Bool, Float, Int, Tensor
+from elastic_memory.streaming.layer_cache import LayerStream, Segment
 
 Blocks = Float[Tensor, "batch block head token dim"]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic_memory.kernels import triton_runs_on
+from elastic_memory.fast.kernels import triton_runs_on
 from elastic_memory.model.layer import HOOKS
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -76,7 +76,7 @@ class _ByKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, differentiate: bool) -> Tensor:
-        from elastic_memory.kernels.cross_entropy import losses
+        from elastic_memory.fast.kernels.cross_entropy import losses
 
         weight, tokens, found = head.to(_dtype(hidden)), hidden.to(_dtype(hidden)), []
         of_hidden, of_head = (differentiate and needed for needed in ctx.needs_input_grad[:2])
@@ -110,7 +110,7 @@ def _kernel_fits(hidden: Tensor, head: Tensor) -> bool:
     """
     if not triton_runs_on(hidden.device) or torch.compiler.is_compiling() or hasattr(head, "device_mesh"):
         return False
-    from elastic_memory.kernels import cross_entropy
+    from elastic_memory.fast.kernels import cross_entropy
 
     return _dtype(hidden) != torch.float16 and cross_entropy.works(hidden.device, _dtype(hidden))
 

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
 
-from elastic_memory.training import capture, checkpoints
+from elastic_memory.fast import cuda_graph as capture
+from elastic_memory.training import checkpoints
 from elastic_memory.training.callbacks import Progress, SaveAndStop
 from elastic_memory.training.interrupts import Interrupts
 from elastic_memory.training.measures import Measures, memory_norms, whole

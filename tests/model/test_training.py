@@ -8,8 +8,9 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import elastic_memory as em
+from elastic_memory.fast import compile as compilation
 from elastic_memory.memory import MEMORIES
-from elastic_memory.model import compilation, loss, modeling
+from elastic_memory.model import loss, modeling
 from tests.conftest import small_model
 
 

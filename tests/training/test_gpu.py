@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import elastic_memory as em
+from elastic_memory.fast import cuda_graph as capture
 from elastic_memory.memory import MEMORIES
-from elastic_memory.training import capture, session
+from elastic_memory.training import session
 from elastic_memory.training.recipe import load_recipe
 
 from .conftest import FSDP2, RECIPES, same_weights

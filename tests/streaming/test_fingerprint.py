@@ -9,8 +9,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic_memory as em
-from elastic_memory.model import fingerprint as fingerprints
-from elastic_memory.model.fingerprint import fingerprint
+from elastic_memory.streaming import fingerprint as fingerprints
+from elastic_memory.streaming.fingerprint import fingerprint
 from tests.conftest import small_model
 
 BASE = {"rope_type": "default", "rope_theta": 500000.0}

@@ -1,4 +1,4 @@
-"""Compile our kernels for an H100 or H200 on a machine without one: python -m tests.kernels.hopper
+"""Compile our kernels for an H100 or H200 on a machine without one: python -m tests.fast.kernels.hopper
 
 Launches are caught and compiled instead, with the arguments, tiles and warps that they came with. Prints what the
 assembler says of each as JSON: registers, bytes of them that had to go to memory, and bytes of shared memory. Without
@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import elastic_memory as em
-from elastic_memory.kernels import cross_entropy, decoding, infini, sweeps
-from elastic_memory.model import decoder
+from elastic_memory.fast import decoder
+from elastic_memory.fast.kernels import cross_entropy, decoding, infini, sweeps
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64", torch.bool: "i1"}
 

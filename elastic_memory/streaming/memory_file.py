@@ -15,13 +15,13 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from elastic_memory.model.fingerprint import settings, weights_hash
-from elastic_memory.model.stream import Part
 from elastic_memory.shapes import Tensor
+from elastic_memory.streaming.fingerprint import settings, weights_hash
+from elastic_memory.streaming.layer_cache import Part
 
 if TYPE_CHECKING:
-    from elastic_memory.model.cache import MemoryCache
     from elastic_memory.model.modeling import MemoryCausalLM
+    from elastic_memory.streaming.cache import MemoryCache
 
 VERSION = 2
 LARGEST_HEADER = 2**20

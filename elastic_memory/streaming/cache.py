@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers.cache_utils import Cache
 
-from elastic_memory.model import memory_file
-from elastic_memory.model.composing import Composing, digest
-from elastic_memory.model.decoder import Decoder
-from elastic_memory.model.stream import LayerStream, Part, Segment
+from elastic_memory.fast.decoder import Decoder
 from elastic_memory.shapes import Int, Tensor
+from elastic_memory.streaming import memory_file
+from elastic_memory.streaming.composing import Composing, digest
+from elastic_memory.streaming.layer_cache import LayerStream, Part, Segment
 
 if TYPE_CHECKING:
     from elastic_memory.model.modeling import MemoryCausalLM

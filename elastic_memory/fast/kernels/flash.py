@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.kernels import agrees, largest
+from elastic_memory.fast.kernels import agrees, largest
 from elastic_memory.shapes import Float, Tensor
 
 Tokens = Float[Tensor, "batch token head dim"]

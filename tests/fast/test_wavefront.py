@@ -9,9 +9,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from elastic_memory.fast import wavefront
+from elastic_memory.fast.wavefront import Wavefront, suit
 from elastic_memory.memory import MEMORIES
-from elastic_memory.model import wavefront
-from elastic_memory.model.wavefront import Wavefront, suit
 from tests.conftest import small_model
 from tests.model.test_training import assert_same_gradients, gradients
 

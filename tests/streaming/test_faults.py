@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
-from elastic_memory.model import memory_file
+from elastic_memory.streaming import memory_file
 from tests.conftest import small_model
 
 TOLERANCE = dict(atol=1e-4, rtol=0)

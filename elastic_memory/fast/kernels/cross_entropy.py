@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from elastic_memory.kernels import agrees, largest
+from elastic_memory.fast.kernels import agrees, largest
 from elastic_memory.shapes import Float, Int, Tensor
 
 IGNORED = tl.constexpr(-100)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import elastic_memory as em
-from elastic_memory.model.memory_file import content_hash
+from elastic_memory.streaming.memory_file import content_hash
 from tests.conftest import small_model
 
 

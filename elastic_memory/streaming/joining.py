@@ -13,13 +13,13 @@ import torch
 
 from elastic_memory.attention import without_cudnn
 from elastic_memory.memory import Block, Memory, State
-from elastic_memory.model import memory_file
-from elastic_memory.model.fingerprint import settings, weights_hash
 from elastic_memory.model.layer import MemoryLayer, Rope
 from elastic_memory.shapes import Int, Tensor
+from elastic_memory.streaming import memory_file
+from elastic_memory.streaming.fingerprint import settings, weights_hash
 
 if TYPE_CHECKING:
-    from elastic_memory.model.cache import MemoryCache
+    from elastic_memory.streaming.cache import MemoryCache
 
 AT_ONCE = 2**14  # tokens of all rows that go through the layers together
 
@@ -152,7 +152,7 @@ def _read_anew(cache: "MemoryCache", keep_open: bool) -> None:
 
 def _check(cache: Any, last: "MemoryCache | None", what: str) -> None:
     """Refuse what is not a cache, and one that is not of the same model and shape as the last one."""
-    from elastic_memory.model.cache import MemoryCache
+    from elastic_memory.streaming.cache import MemoryCache
 
     if not isinstance(cache, MemoryCache):
         raise ValueError(f"{what} is a {type(cache).__name__}: give MemoryCaches")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from elastic_memory.kernels import cross_entropy
+from elastic_memory.fast.kernels import cross_entropy
 from elastic_memory.model import loss as module
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")

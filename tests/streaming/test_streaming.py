@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
-from elastic_memory.model import cache as caches
-from elastic_memory.model.stream import LayerStream
+from elastic_memory.streaming import cache as caches
+from elastic_memory.streaming.layer_cache import LayerStream
 from tests.conftest import small_model
 
 MODELS = {

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import elastic_memory as em
-from elastic_memory.kernels import infini
+from elastic_memory.fast.kernels import infini
 from elastic_memory.memory import infini as module
 from elastic_memory.memory.contract import real_features
 from tests.conftest import small_model

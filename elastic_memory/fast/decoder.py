@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from elastic_memory.kernels import triton_runs_on
+from elastic_memory.fast.kernels import triton_runs_on
 from elastic_memory.memory import Memory
-from elastic_memory.model.stream import column_mask
 from elastic_memory.shapes import Float, Int, Tensor
+from elastic_memory.streaming.layer_cache import column_mask
 
 if TYPE_CHECKING:
-    from elastic_memory.model.cache import MemoryCache
+    from elastic_memory.streaming.cache import MemoryCache
 
 
 # With a mask, a step looks at a whole number of such stretches of the block, as many as its rows have begun: looking at
@@ -194,7 +194,7 @@ def _kernels(device: torch.device) -> Any:
         return None
     if getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) < SHARED_MEMORY:
         return None
-    from elastic_memory.kernels import decoding
+    from elastic_memory.fast.kernels import decoding
 
     return decoding
 

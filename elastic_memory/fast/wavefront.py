@@ -16,8 +16,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import _has_any_global_hook
 
+from elastic_memory.fast.compile import compiled
 from elastic_memory.memory import State
-from elastic_memory.model.compilation import compiled
 from elastic_memory.model.layer import HOOKS, MemoryLayer
 from elastic_memory.model.rope import Rope
 from elastic_memory.shapes import Float, Tensor

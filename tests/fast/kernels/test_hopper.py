@@ -18,7 +18,7 @@ LAUNCHED = {
 
 def test_kernels_compile_and_nothing_is_spilled():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.hopper"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fast.kernels.hopper"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -381,7 +381,7 @@ def test_layers_above_the_memory_are_computed_for_the_last_block_only(case, monk
 
 def test_many_pieces_and_what_a_piece_may_hold(monkeypatch):
     """A text of several pieces, some shorter than the others."""
-    from elastic_memory.model import joining
+    from elastic_memory.streaming import joining
 
     model, ids = small("elastic"), tokens(2, 23 * BLOCK + 3)
     for most in (1, 2 * BLOCK, 8 * BLOCK, 2**14):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import elastic_memory as em
+from elastic_memory.fast import decoder
 from elastic_memory.memory import MEMORIES
-from elastic_memory.model import decoder
 from tests.conftest import small_model
 
 TOLERANCE = dict(atol=1e-4, rtol=0)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_memory.model.cache import MemoryCache
-from elastic_memory.model.rows import from_positions
 from elastic_memory.shapes import Tensor
+from elastic_memory.streaming.cache import MemoryCache
+from elastic_memory.streaming.packing import from_positions
 
 
 class Call(NamedTuple):

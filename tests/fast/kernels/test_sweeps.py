@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from elastic_memory import hippo, operators
-from elastic_memory.kernels import sweeps
+from elastic_memory.fast.kernels import sweeps
 from elastic_memory.operators import Bank
 
 DOUBLE = torch.float64

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 import elastic_memory as em
-from elastic_memory.kernels import decoding
-from elastic_memory.model import decoder
+from elastic_memory.fast import decoder
+from elastic_memory.fast.kernels import decoding
 from tests.conftest import small_model
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")

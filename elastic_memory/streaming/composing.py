@@ -6,9 +6,9 @@ from typing import Any, Self
 
 import torch
 
-from elastic_memory.model import joining
-from elastic_memory.model.stream import Part
 from elastic_memory.shapes import Int, Tensor
+from elastic_memory.streaming import joining
+from elastic_memory.streaming.layer_cache import Part
 
 # What a mixin is mixed into: a cache of transformers.
 Mixed: Any = object

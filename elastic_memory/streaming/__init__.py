@@ -1,0 +1,1 @@
+"""Reading without end in constant memory."""
