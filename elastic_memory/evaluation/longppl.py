@@ -190,9 +190,9 @@ def reference_for(path: str, tokenizer: Tokenizer | None) -> tuple[Model, Any]:
 def key_tokens(reference: str, tokenizer: Tokenizer, texts: Sequence[Any], settings: Settings, cache: Path) -> None:
     """Find the key tokens of rows ahead of time and keep them in `cache`, where `longppl` will look for them."""
     model, own = reference_for(reference, tokenizer)
-    finder = KeyTokens(model, own, settings, cache)
-    device = next(finder.reference.parameters()).device.type
+    device = next(model.parameters()).device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        finder = KeyTokens(model, own, settings, cache)  # inside: it notes the precision
         for index in range(len(texts)):
             finder.find(transformers_tokenizer(tokenizer), texts[index])
 
