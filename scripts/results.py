@@ -6,6 +6,7 @@ python scripts/results.py        # in the root of the repository
 import statistics
 from pathlib import Path
 
+from elastic_memory.common.strict import read_json
 from elastic_memory.report import plots
 from elastic_memory.report.catalogue import insert
 from elastic_memory.report.speed import headline, training
@@ -15,7 +16,6 @@ from elastic_memory.reproduction.lab import Lab
 from elastic_memory.reproduction.tables import experiments
 from elastic_memory.training.plan import make_plan, measurements
 from elastic_memory.training.recipe import RECIPES, variants
-from elastic_memory.training.strict import read_json
 
 INDEX = """\
 # Results

@@ -30,7 +30,7 @@ def bench(
     from rich.console import Console
 
     import elastic_memory as em
-    from elastic_memory.data.folders import check_replaceable
+    from elastic_memory.common.files import check_replaceable
     from elastic_memory.evaluation.throughput import Workload, throughput
     from elastic_memory.memory import MEMORIES
     from elastic_memory.report.tables import Table
@@ -58,8 +58,8 @@ def bench(
     columns = ["memory", "training samples/s", "ratio", "evaluation samples/s", "ratio", "decoding tokens/s", "ratio"]
     Console().print(Table(title, [*columns, "peak"], [_cells(one) for one in timed]).rich())
     if out:
-        from elastic_memory.training.environment import environment
-        from elastic_memory.training.files import write_json
+        from elastic_memory.common.environment import environment
+        from elastic_memory.common.files import write_json
 
         out.parent.mkdir(parents=True, exist_ok=True)
         facts = {"preset": size, "multiple": multiple, "device": where, "torch": torch.__version__, **environment()}

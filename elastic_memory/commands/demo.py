@@ -42,8 +42,8 @@ def demo(
 
         elastic demo --tokens 10000000
     """
+    from elastic_memory.common.files import write_text
     from elastic_memory.report.page import page
-    from elastic_memory.training.files import write_text
 
     check_range(STEP, 10**12, tokens=tokens)
     console = Console()
@@ -61,10 +61,10 @@ def demo(
 
 def memory_at_work(out: Path, console: Console) -> Path:
     """Stream four signals through the bank, print how much of each every order keeps, and return the picture."""
+    from elastic_memory.common.files import write_text
     from elastic_memory.evaluation.signals import noise, sines, text
     from elastic_memory.report import plots
     from elastic_memory.report.tables import Table
-    from elastic_memory.training.files import write_text
 
     length = BLOCK * BLOCKS
     signals = {
@@ -148,8 +148,8 @@ def _train(name: str, out: Path, tokens: int) -> Path:
 def _compare(runs: list[Path], out: Path, console: Console) -> None:
     """Evaluate what has not been evaluated yet, and print perplexity by block."""
     from elastic_memory.commands.evaluate import evaluate
+    from elastic_memory.common.strict import read_json
     from elastic_memory.report.page import perplexity_by_block
-    from elastic_memory.training.strict import read_json
 
     files = [out / "results" / f"{run.name}.json" for run in runs]
     for run, file in zip(runs, files, strict=True):

@@ -56,8 +56,8 @@ def evaluate(
 
         elastic evaluate runs/small-elastic-1a2b3c --data rows --sampling uniform --corrupt 0.5
     """
+    from elastic_memory.common.files import check_replaceable
     from elastic_memory.data import samples
-    from elastic_memory.data.folders import check_replaceable
     from elastic_memory.evaluation.loading import check_tokenizer, load_model
     from elastic_memory.evaluation.longppl import Settings
     from elastic_memory.evaluation.metrics import Conditions, Task

@@ -1,6 +1,5 @@
 """Corpora by name: `CORPORA`. To add one, add an entry."""
 
-import difflib
 import hashlib
 import sysconfig
 from collections import Counter
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastic_memory.common.names import suggest
 from elastic_memory.data.parts import file_parts
 from elastic_memory.data.sources import Document, Part
 
@@ -179,11 +179,9 @@ def find_parts(sources: list[str], text: str, passed_over: Counter[str]) -> list
         if source in CORPORA:
             raise ValueError(f"{source} is a corpus of its own: prepare it alone")
         if not Path(source).exists():
-            near = difflib.get_close_matches(source, CORPORA, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
             raise ValueError(
-                f"no corpus or file {source!r}: {hint}corpora are {', '.join(CORPORA)}; "
-                "otherwise give parquet files, JSONL (.jsonl, .jsonl.gz, .jsonl.zst) or a folder of text"
+                f"no corpus or file {source!r}: {suggest(source, CORPORA)}; or give parquet files, JSONL (.jsonl, "
+                ".jsonl.gz, .jsonl.zst) or a folder of text"
             )
     parts = file_parts([Path(source) for source in sources], text, passed_over)
     if not parts:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import elastic_memory
-from elastic_memory.data.folders import whole_file
+from elastic_memory.common.files import sha256, whole_file, write_json
 from elastic_memory.data.parts import SPLITS
 from elastic_memory.data.rows import RowMaker
 from elastic_memory.data.samples import FORMAT, MANIFEST, split_files
@@ -60,8 +60,7 @@ def gather(folder: Path, plan: Plan, maker: RowMaker, names: list[str], passed_o
         "skipped": facts["skipped"],
         "plan": asdict(plan),
     }
-    with whole_file(folder / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=1).encode())
+    write_json(folder / MANIFEST, manifest)
 
 
 def _facts(folder: Path, plan: Plan, passed_over: Counter[str]) -> dict[str, Any]:
@@ -70,9 +69,8 @@ def _facts(folder: Path, plan: Plan, passed_over: Counter[str]) -> dict[str, Any
     files: dict[str, str] = {}
     longest = size = 0
     for path, record in _records(folder, plan):
-        with open(path, "rb") as part:
-            if hashlib.file_digest(part, "sha256").hexdigest() != record["sha256"]:
-                raise ValueError(f"{path} is damaged: delete it and its .json, and run the same command again")
+        if sha256(path) != record["sha256"]:
+            raise ValueError(f"{path} is damaged: delete it and its .json, and run the same command again")
         files |= record["sources"]
         skipped.update(record["skipped"])
         longest, size = max(longest, record["longest"]), size + record["bytes"]

@@ -1,8 +1,9 @@
 """Names of folders or of the Hugging Face hub: a mistyped folder is told at once, not after asking the network."""
 
 import re
-from difflib import get_close_matches
 from pathlib import Path
+
+from elastic_memory.common.names import nearest
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -31,9 +32,9 @@ def nearest_folder(path: Path) -> tuple[Path, bool]:
     for part in path.relative_to(here).parts:
         if not (here / part).is_dir():
             folders = [child.name for child in here.iterdir() if child.is_dir()]
-            near = get_close_matches(part, folders, 1)
-            if not near:
+            near = nearest(part, folders)
+            if near is None:
                 return here, False
-            part = near[0]
+            part = near
         here /= part
     return here, True

@@ -20,8 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elastic_memory.common.files import sha256, whole_file, write_json
+from elastic_memory.common.locks import locked
 from elastic_memory.data.corpora import find_parts
-from elastic_memory.data.folders import locked, whole_file
 from elastic_memory.data.gather import NothingKept, Plan, gather, part_files
 from elastic_memory.data.rows import Outcome, RowMaker
 from elastic_memory.data.samples import MANIFEST, read_manifest
@@ -112,8 +113,7 @@ def _begin(folder: Path, plan: Plan) -> None:
     if begun.exists():
         _compare(folder, json.loads(begun.read_bytes()), plan)
     else:
-        with whole_file(begun) as file:
-            file.write(json.dumps(asdict(plan)).encode())
+        write_json(begun, asdict(plan))
 
 
 def _compare(folder: Path, found: dict[str, Any], plan: Plan) -> None:
@@ -128,8 +128,8 @@ def _compare_content(folder: Path, recorded: dict[str, str], parts: list[Part]) 
     finished = (folder / MANIFEST).stat().st_ctime_ns
     for part in parts:
         if part.touched() > finished:
-            for name, sha256 in part.hashes().items():
-                if recorded.get(name) != sha256:
+            for name, known in part.hashes().items():
+                if recorded.get(name) != known:
                     raise ValueError(f"{folder} was prepared from other content of {name}: choose another --out")
 
 
@@ -152,9 +152,7 @@ def _tokenise(
                 outcome = maker.write(part, file, report)
             if part.touched() != touched:
                 raise ValueError(f"{part.name} changed while it was read: run the same command again")
-            with open(rows, "rb") as written, whole_file(record) as file:
-                sha256 = hashlib.file_digest(written, "sha256").hexdigest()
-                file.write(json.dumps({**outcome.record(), "sources": part.hashes(), "sha256": sha256}).encode())
+            write_json(record, {**outcome.record(), "sources": part.hashes(), "sha256": sha256(rows)})
         kept = len(json.loads(record.read_bytes())["documents"])
         done = done._replace(part=done.part + 1, bytes=done.bytes + part.size, kept=done.kept + kept)
         watch(done)

@@ -1,6 +1,5 @@
 """Prepared rows of tokens, read from disk as they are asked for: `samples(folder, split)`."""
 
-import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic_memory.common.files import sha256
+from elastic_memory.common.names import suggest
 from elastic_memory.data.tokenizers import Tokenizer, load_tokenizer
 from elastic_memory.shapes import Tensor
 
@@ -28,7 +29,7 @@ class Samples:
         self.folder, self.split = Path(folder), split
         self.manifest = read_manifest(self.folder)
         if split not in self.manifest["splits"]:
-            raise ValueError(f"{folder} has no split {split!r}: it has {', '.join(self.manifest['splits'])}")
+            raise ValueError(f"{folder} has no split {split!r}: {suggest(split, self.manifest['splits'])}")
         facts = self.manifest["splits"][split]
         self.length: int = self.manifest["length"]
         self._rows, self._documents = split_files(self.folder, split)
@@ -102,9 +103,8 @@ class Samples:
         self._verify(self._rows, "sha256")
 
     def _verify(self, path: Path, key: str) -> None:
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != self.manifest["splits"][self.split][key]:
-                raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest; prepare it again")
+        if sha256(path) != self.manifest["splits"][self.split][key]:
+            raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest; prepare it again")
 
     def verify(self) -> None:
         """Read everything once; ValueError if a file is not what was written."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from elastic_memory.common.files import sha256
 from elastic_memory.data.tokenizers import Skip
 
 LARGEST = 128 << 20  # bytes of a document in a parquet cell or a line of JSON; text files stream and have no limit
@@ -107,7 +108,7 @@ class ParquetRows:
         return _from_record(record, self.text, place)
 
     def hashes(self) -> dict[str, str]:  # noqa: D102
-        return {self.file: _sha256(self.path)} if self.group == self.start == 0 else {}
+        return {self.file: sha256(self.path)} if self.group == self.start == 0 else {}
 
     def touched(self) -> int:  # noqa: D102
         return self.path.stat().st_ctime_ns
@@ -155,7 +156,7 @@ class JsonLines:
         return _from_record(record, self.text, place)
 
     def hashes(self) -> dict[str, str]:  # noqa: D102
-        return {self.file: _sha256(self.path)} if self.start == 0 else {}
+        return {self.file: sha256(self.path)} if self.start == 0 else {}
 
     def touched(self) -> int:  # noqa: D102
         return self.path.stat().st_ctime_ns
@@ -182,10 +183,10 @@ class TextFiles:
 
     def hashes(self) -> dict[str, str]:  # noqa: D102
         if len(self.files) == 1:
-            return {self.name: _sha256(self.root / self.files[0])}
+            return {self.name: sha256(self.root / self.files[0])}
         every = hashlib.sha256()
         for file in self.files:
-            every.update(os.fsencode(file) + b"\0" + _sha256(self.root / file).encode())
+            every.update(os.fsencode(file) + b"\0" + sha256(self.root / file).encode())
         return {self.name: every.hexdigest()}
 
     def touched(self) -> int:  # noqa: D102
@@ -257,8 +258,3 @@ def _to_line(file: BinaryIO, start: int) -> int:
         if line.endswith(b"\n"):
             break
     return place
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from elastic_memory.common.names import suggest
 from elastic_memory.evaluation.losses import Model, has_blocks
 from elastic_memory.shapes import Bool, Float, Tensor
 
@@ -25,7 +26,7 @@ def corrupted(model: Model, share: float, layers: str = "memory", seed: int = 0)
     if not 0 <= share <= 1:
         raise ValueError(f"corruption of a share of {share}: a share lies between 0 and 1")
     if layers not in LAYERS:
-        raise ValueError(f"corruption in layers {layers!r}: choose from {', '.join(LAYERS)}")
+        raise ValueError(f"corruption in layers {layers!r}: {suggest(layers, LAYERS)}")
     if not has_blocks(model):
         raise ValueError(f"corruption in a {type(model).__name__}: it needs one of our models, or attach_memory first")
     attentions = {i: layer.self_attn for i, layer in enumerate(model.base_model.layers)}

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from elastic_memory.common.strict import read_json
 from elastic_memory.data import load_tokenizer
 from elastic_memory.data.places import missing_folder
 from elastic_memory.data.tokenizers import Tokenizer
+from elastic_memory.evaluation.model_files import check_files, check_loaded, check_tensors
 from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
-from elastic_memory.training.models import check_files, check_loaded, check_tensors
-from elastic_memory.training.strict import read_json
 
 BUILT_IN = (None, "eager", "sdpa")  # attention that transformers brings; other names may load code from the hub
 

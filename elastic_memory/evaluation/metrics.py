@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from elastic_memory.common.names import suggest
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.corruption import corrupted
 from elastic_memory.evaluation.longppl import REFERENCE, Settings, longppl, reference_for, transformers_tokenizer
@@ -164,10 +165,10 @@ METRICS: dict[str, Callable[[Task, Advance], Any]] = {
 
 def evaluate(task: Task, metrics: Sequence[str], advance: Callable[[str, int], None] = lambda name, n: None) -> dict:
     """Each metric's result by name, under the task's conditions."""
-    for names, known in ((metrics, METRICS), (task.protocols, PROTOCOLS)):
+    for what, names, known in (("metric", metrics, METRICS), ("protocol", task.protocols, PROTOCOLS)):
         for name in names:
             if name not in known:
-                raise ValueError(f"{name!r}: choose from {', '.join(known)}")
+                raise ValueError(f"{what} {name!r}: {suggest(name, known)}")
     device = next(task.model.parameters()).device.type
     with task.conditions.apply(task.model), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         return {name: METRICS[name](task, partial(advance, name)) for name in metrics}

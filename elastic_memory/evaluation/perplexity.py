@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_memory.common.names import suggest
 from elastic_memory.evaluation.losses import Model, Streamed, block_size_of, streamed_losses, window_losses
 from elastic_memory.evaluation.rows import Advance, Journal, Record, batches, bootstrap, by_document, document_of
 from elastic_memory.shapes import Float, Tensor
@@ -74,7 +75,7 @@ def perplexity(
     `streamed` keeps the losses of P0 for other metrics of the same model and rows.
     """
     if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol {protocol!r}: choose from {', '.join(PROTOCOLS)}")
+        raise ValueError(f"protocol {protocol!r}: {suggest(protocol, PROTOCOLS)}")
     block = block_size or block_size_of(model)
     stride = stride or max(1, block // 4)
     if not 1 <= stride <= block:

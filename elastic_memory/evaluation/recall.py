@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from elastic_memory.common.names import suggest
 from elastic_memory.evaluation.losses import Model, block_size_of, streamed_logits
 from elastic_memory.shapes import Int, Tensor
 
@@ -105,7 +106,7 @@ def batch(
 ) -> tuple[Int[Tensor, "row token"], Int[Tensor, " tail"]]:
     """One row for each distance, and for the last tokens of every row the question they answer, -1 for none."""
     if task not in TASKS:
-        raise ValueError(f"task {task!r}: choose from {', '.join(TASKS)}")
+        raise ValueError(f"task {task!r}: {suggest(task, TASKS)}")
     facts = [(TASKS[task](random), distance) for distance in distances]
     rows = [sample(fact, distance, blocks, block_size, random) for fact, distance in facts]
     # All facts of a task are asked for in the same form.

@@ -12,10 +12,10 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from elastic_memory.common.environment import environment
+from elastic_memory.common.files import write_json
 from elastic_memory.data import Samples
 from elastic_memory.evaluation.metrics import METRICS, Task, evaluate, work
-from elastic_memory.training.environment import environment
-from elastic_memory.training.files import write_json
 
 
 def with_progress(task: Task, metrics: Sequence[str]) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from elastic_memory.common.files import write_json, write_text
+from elastic_memory.common.strict import read_json
 from elastic_memory.evaluation.longppl import FEW
 from elastic_memory.evaluation.metrics import Conditions
 from elastic_memory.report.tables import Table
 from elastic_memory.reproduction.lab import Lab, Measurement, Trained
 from elastic_memory.reproduction.tiers import TIERS
-from elastic_memory.training.files import write_json, write_text
-from elastic_memory.training.strict import read_json
 
 # What a cell shows, and the metrics it takes; what takes none is counted on the model as it is built.
 SHOWS: dict[str, tuple[str, ...]] = {

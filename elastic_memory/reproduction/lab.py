@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.strict import read_json
 from elastic_memory.data import Samples, prepare, samples
 from elastic_memory.evaluation.loading import load_config, load_model
 from elastic_memory.evaluation.longppl import Settings, key_tokens
@@ -31,7 +32,6 @@ from elastic_memory.training.corpus import data_hash, fit
 from elastic_memory.training.recipe import RECIPES, Recipe, Training, load_recipe
 from elastic_memory.training.runs import Run
 from elastic_memory.training.session import Resume, train
-from elastic_memory.training.strict import read_json
 
 # What one measurement of a model takes: a metric, and the conditions it is measured under.
 Measurement = tuple[str, Conditions]

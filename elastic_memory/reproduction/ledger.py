@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from elastic_memory.common.files import write_json, write_text
+from elastic_memory.common.strict import read_json
 from elastic_memory.report.tables import Table
-from elastic_memory.training.files import write_json, write_text
-from elastic_memory.training.strict import read_json
 
 HELD, NOT_HELD, UNDECIDED, MISSING = "held", "not held", "undecided at this scale", "no numbers yet"
 INCOMPLETE = "numbers still missing"

@@ -7,8 +7,8 @@ whether or not its weights still exist.
 from pathlib import Path
 from typing import Any
 
-from elastic_memory.training.files import write_json
-from elastic_memory.training.strict import read_json
+from elastic_memory.common.files import write_json
+from elastic_memory.common.strict import read_json
 
 CURVE = 100  # points of the loss curve that a record keeps
 

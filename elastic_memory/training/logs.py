@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from elastic_memory.training.files import write_bytes
-from elastic_memory.training.strict import parse_json
+from elastic_memory.common.files import write_bytes
+from elastic_memory.common.strict import parse_json
 
 SUM = b', "sum": "'
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_memory.common.strict import read_json
 from elastic_memory.training.build import build_config, count_parameters, flops_per_token
 from elastic_memory.training.recipe import Recipe, convert
-from elastic_memory.training.strict import read_json
 
 
 @dataclass(frozen=True)

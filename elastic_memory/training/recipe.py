@@ -5,7 +5,6 @@ A file may name a `base:` file beside it, whose keys it overrides, and a `grid:`
 """
 
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import json
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elastic_memory.common.names import suggest
-from elastic_memory.training.strict import read_yaml
+from elastic_memory.common.strict import read_yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"  # recipes that come with the package
 TINY, BELOW_ONE = 1e-30, 1 - 1e-9
@@ -278,9 +277,7 @@ def _convert_section(value: Any, kind: Any, source: str, path: str) -> Any:
     for key, item in value.items():
         here = f"{path}.{key}" if path else key
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(fields)}"
-            raise ValueError(f"{source}: unknown key {here}; {hint}")
+            raise ValueError(f"{source}: unknown key {here}; {suggest(key, fields)}")
         filled[key] = convert(item, fields[key], source, here)
     missing = [
         f.name

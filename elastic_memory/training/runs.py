@@ -7,18 +7,20 @@ RUNS/small-elastic-seed_2-1a2b3c4d5e/      recipe, what differs from it, a hash 
   result.json    the run in one small file
 """
 
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 import yaml
 from safetensors import SafetensorError
 
-from elastic_memory.data.folders import fsync
+from elastic_memory.common.files import fsync, write_json, write_text
+from elastic_memory.common.strict import read_json
 from elastic_memory.training import checkpoints, logs
-from elastic_memory.training.files import write_json, write_text
 from elastic_memory.training.recipe import Recipe
-from elastic_memory.training.strict import read_json
 
 
 class StoppedError(RuntimeError):
@@ -115,6 +117,24 @@ def run_facts(folder: Path) -> dict[str, Any]:
     if not isinstance(facts, dict) or not isinstance(facts.get("machine"), dict):
         raise ValueError(f"{folder / 'run.json'} is not the record of a run: put it back as it was")
     return facts
+
+
+def machine(recipe: Recipe) -> dict[str, Any]:
+    """Everything that changes how sums are rounded, and nothing else."""
+    execution = recipe.execution
+    cuda = torch.cuda.is_available() and execution.device != "cpu"
+    return {
+        "device": torch.cuda.get_device_name(0) if cuda else "cpu",
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "threads": None if cuda else torch.get_num_threads(),
+        "instructions": None if cuda else torch.backends.cpu.get_cpu_capability(),
+        "micro_batch": execution.micro_batch,
+        "compile": execution.compile,
+        "gradient_checkpointing": execution.gradient_checkpointing,
+        "deterministic": execution.deterministic,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def now() -> str:

@@ -17,23 +17,23 @@ from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import should_reduce_batch_size
 from safetensors import SafetensorError
 
+from elastic_memory.common.checksums import IncompleteError, write_manifest
+from elastic_memory.common.environment import environment, is_main, peak_memory
+from elastic_memory.common.files import publish, write_json, write_text
+from elastic_memory.common.locks import locked
+from elastic_memory.common.strict import read_json, read_yaml
 from elastic_memory.common.threads import choose_threads
 from elastic_memory.data import Samples, samples
-from elastic_memory.data.folders import locked
 from elastic_memory.training import checkpoints, limits, logs
 from elastic_memory.training.build import build_model, count_parameters
 from elastic_memory.training.callbacks import console
 from elastic_memory.training.card import model_card
 from elastic_memory.training.corpus import data_hash, fit, tokenizer_sha256
-from elastic_memory.training.environment import environment, is_main, machine, peak_memory
-from elastic_memory.training.files import publish, write_json, write_text
 from elastic_memory.training.interrupts import Interrupts
-from elastic_memory.training.models import seal_model
 from elastic_memory.training.order import Schedule
 from elastic_memory.training.recipe import Recipe
-from elastic_memory.training.runs import Run, StoppedError, differences, run_facts
+from elastic_memory.training.runs import Run, StoppedError, differences, machine, run_facts
 from elastic_memory.training.spikes import Restart, UnstableError, Watch
-from elastic_memory.training.strict import read_json, read_yaml
 from elastic_memory.training.trainer import MemoryTrainer, repair_for_weights_only
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's share of it, or what one file may hold
@@ -208,7 +208,7 @@ class Session:
             run = self.run
             try:
                 found = checkpoints.newest(run.checkpoints, run.digest, weights_only=self.resume.weights_only)
-            except checkpoints.IncompleteError as error:
+            except IncompleteError as error:
                 raise ValueError(
                     f"{error}: training cannot go on exactly. Add --weights-only to go on from the weights with "
                     "a fresh optimizer, or remove that checkpoint to fall back to the one before it"
@@ -311,7 +311,7 @@ class Session:
                 shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
                 write_json(staged / "training.json", result)
                 write_text(staged / "README.md", model_card(run.recipe, result))
-                seal_model(staged, run.digest, result["steps"])
+                write_manifest(staged, run.digest, result["steps"], without=("README.md",))  # the card may be edited
                 shutil.rmtree(run.model, ignore_errors=True)
                 publish(staged, run.model)
         except (OSError, SafetensorError) as error:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
 
+from elastic_memory.common.checksums import write_manifest
 from elastic_memory.fast import cuda_graph as capture
 from elastic_memory.training import checkpoints
 from elastic_memory.training.callbacks import Progress, SaveAndStop
@@ -268,4 +269,4 @@ def repair_for_weights_only(folder: Path, step: int, run: Run) -> None:
         size = run.recipe.execution.micro_batch
         state = TrainerState(global_step=step, logging_steps=1, train_batch_size=size, stateful_callbacks=callbacks)
         state.save_to_json(str(folder / checkpoints.TRAINER_STATE))
-    checkpoints.write_manifest(folder, run.digest, step)
+    write_manifest(folder, run.digest, step)

@@ -255,7 +255,7 @@ def test_large_vocabularies_get_wider_ids(tmp_path, monkeypatch):
         ({"shares": (1.5, -0.5, 0.0)}, "add up to 1"),
         ({"shard": (3, 3)}, "shard 3/3"),
         ({"out": "file"}, "is not a folder"),
-        ({"sources": "stdlip"}, "did you mean stdlib"),
+        ({"sources": "stdlip"}, "did you mean 'stdlib'"),
     ],
 )
 def test_wrong_arguments_write_nothing(arguments, message, tmp_path, monkeypatch):
@@ -271,7 +271,7 @@ def test_wrong_arguments_write_nothing(arguments, message, tmp_path, monkeypatch
 def test_a_second_process_is_refused_and_a_dead_one_is_not_waited_for(corpus, tmp_path):
     out = tmp_path / "out"
     program = (
-        "import sys, time\nfrom elastic_memory.data.folders import locked\nfrom pathlib import Path\n"
+        "import sys, time\nfrom elastic_memory.common.locks import locked\nfrom pathlib import Path\n"
         "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)"
     )
     holder = subprocess.Popen(

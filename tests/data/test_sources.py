@@ -201,8 +201,8 @@ def test_unusable_sources_are_named_with_what_would_fit(tmp_path):
     with pytest.raises(ValueError, match="no column 'body' of text; its columns: id, text, license"):
         file_parts([tmp_path], "body", Counter())
     for name, message in {
-        "stdlip": "did you mean stdlib",
-        "pg-19": "did you mean pg19",
+        "stdlip": "did you mean 'stdlib'",
+        "pg-19": "did you mean 'pg19'",
         "../pg19": "no corpus or file",
         "/dev/zero": "neither a file nor a folder",
         str(tmp_path / "x.zip"): "no corpus or file",

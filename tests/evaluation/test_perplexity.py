@@ -209,7 +209,7 @@ def test_a_spread_of_rows_keeps_their_documents():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda model: perplexity(model, rows_of(9), "P7"), "'P7': choose from P0, P1, P4"),
+        (lambda model: perplexity(model, rows_of(9), "P7"), "'P7': known: P0, P1, P4"),
         (lambda model: perplexity(model, []), "no rows"),
         (lambda model: perplexity(model, rows_of(9, 1)), "row 1 has 1 tokens"),
         (lambda model: perplexity(model, [torch.tensor([1, 61])]), "row 0: token ids from 1 to 61.*0 to 60"),

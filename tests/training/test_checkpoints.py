@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from elastic_memory.common.files import write_json
 from elastic_memory.training import checkpoints
 from elastic_memory.training.checkpoints import DamagedError, IncompleteError, folder_of
-from elastic_memory.training.files import write_json
 
 
 @pytest.fixture

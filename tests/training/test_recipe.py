@@ -66,7 +66,7 @@ def test_tier_paper_trains_as_the_paper_says():
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ("modle: {}", "unknown key modle; did you mean model?"),
+        ("modle: {}", "unknown key modle; did you mean 'model'?"),
         ("training: {tokens: 1, length: 1, batch_tokens: 1, learning_rat: 1}", "training.learning_rat; did you mean"),
         ("model: {preset: tiny, memory_multiple: many}", "model.memory_multiple: 'many', expected a whole number"),
         ("model: {preset: tiny, memory_multiple: 1.5}", "model.memory_multiple: '1.5', expected a whole number"),
@@ -114,7 +114,7 @@ def test_overrides_reach_every_level_and_numbers_may_have_exponents(load):
     assert recipe.model.config == {"hidden_size": 32}
     with pytest.raises(ValueError, match="expected key=value"):
         load(GOOD, "training.tokens")
-    with pytest.raises(ValueError, match="did you mean tokens"):
+    with pytest.raises(ValueError, match="did you mean 'tokens'"):
         load(GOOD, "training.token=3")
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from elastic_memory.common.locks import locked
 from elastic_memory.data import Samples, prepare, samples
-from elastic_memory.data.folders import locked
 from elastic_memory.training import checkpoints
 from elastic_memory.training.order import sample_order
 from elastic_memory.training.recipe import load_recipe

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.files import write_json
 from elastic_memory.evaluation.recall import TASKS, VOCABULARY, learn, recall
 from elastic_memory.memory import MEMORIES
 from elastic_memory.report.tables import Table
-from elastic_memory.training.files import write_json
 
 DISTANCES = (1, 2, 4, 8, 16, 32, 64)
 GROWN = 8

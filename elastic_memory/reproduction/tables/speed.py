@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.environment import environment
+from elastic_memory.common.files import write_json
 from elastic_memory.evaluation.ahead import compile_ahead
 from elastic_memory.evaluation.throughput import Throughput, Workload, throughput
 from elastic_memory.report.tables import Table
-from elastic_memory.training.environment import environment
-from elastic_memory.training.files import write_json
 
 COLUMNS = ("1x", "2x", "4x", "8x", "16x", "200m", "400m")
 UNIFORM, EXPONENTIAL = {"sampling": "uniform"}, {"sampling": "exponential"}

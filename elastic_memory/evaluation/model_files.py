@@ -5,17 +5,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from elastic_memory.common.checksums import MANIFEST, WEIGHTS, DamagedError, IncompleteError, verify
 from elastic_memory.model.attach import REMINDER
-from elastic_memory.training.checkpoints import MANIFEST, WEIGHTS, DamagedError, IncompleteError, verify, write_manifest
 
 LARGEST_HEADER = 100 << 20  # what the format allows
 LOADED = (".safetensors", ".bin", ".pt", ".index.json")  # what transformers may load, as may `adapter_*`
 MEMORY = ".self_attn.memory."  # parameters that an attached memory keeps in the file of a model that knows of none
-
-
-def seal_model(folder: Path, run: str, step: int) -> None:
-    """Add the manifest by which `check_files` will know the model's files; its card may be edited."""
-    write_manifest(folder, run, step, without=("README.md",))
 
 
 def check_files(folder: Path) -> None:
