@@ -12,8 +12,8 @@ from typing import Any
 import elastic_memory
 from elastic_memory.common.files import sha256, whole_file, write_json
 from elastic_memory.data.parts import SPLITS
-from elastic_memory.data.rows import RowMaker
 from elastic_memory.data.samples import FORMAT, MANIFEST, split_files
+from elastic_memory.data.tokenize_part import RowMaker
 
 
 class NothingKept(ValueError):  # noqa: N818
@@ -21,8 +21,8 @@ class NothingKept(ValueError):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is prepared. Runs may share a folder only if their plans are equal."""
+class Preparation:
+    """What is prepared. Two calls may share a folder only if theirs are equal."""
 
     length: int
     tokenizer: str
@@ -37,7 +37,7 @@ def part_files(folder: Path, index: int) -> tuple[Path, Path]:
     return folder / ".work" / f"{index:06d}.bin", folder / ".work" / f"{index:06d}.json"
 
 
-def gather(folder: Path, plan: Plan, maker: RowMaker, names: list[str], passed_over: Counter[str]) -> None:
+def gather(folder: Path, plan: Preparation, maker: RowMaker, names: list[str], passed_over: Counter[str]) -> None:
     """Put the rows of all parts together by split; the manifest comes last and says that the folder is complete."""
     facts = _facts(folder, plan, passed_over)
     row_bytes = plan.length * maker.dtype.itemsize
@@ -63,7 +63,7 @@ def gather(folder: Path, plan: Plan, maker: RowMaker, names: list[str], passed_o
     write_json(folder / MANIFEST, manifest)
 
 
-def _facts(folder: Path, plan: Plan, passed_over: Counter[str]) -> dict[str, Any]:
+def _facts(folder: Path, plan: Preparation, passed_over: Counter[str]) -> dict[str, Any]:
     """Counts over all parts; refuses damaged parts, and a corpus without a single row."""
     rows, licences, skipped = dict.fromkeys(SPLITS, 0), Counter[str](), Counter(passed_over)
     files: dict[str, str] = {}
@@ -90,7 +90,7 @@ def _facts(folder: Path, plan: Plan, passed_over: Counter[str]) -> dict[str, Any
     return {"rows": rows, "source": source, "longest": longest, "skipped": left_out}
 
 
-def _gather_split(folder: Path, plan: Plan, split: str, row_bytes: int) -> dict[str, Any]:
+def _gather_split(folder: Path, plan: Preparation, split: str, row_bytes: int) -> dict[str, Any]:
     rows_path, documents_path = split_files(folder, split)
     count = {"documents": 0, "tokens": 0, "rows": 0}
     rows_sha256, documents_sha256 = hashlib.sha256(), hashlib.sha256()
@@ -114,7 +114,7 @@ def _gather_split(folder: Path, plan: Plan, split: str, row_bytes: int) -> dict[
     return count | {"sha256": rows_sha256.hexdigest(), "documents_sha256": documents_sha256.hexdigest()}
 
 
-def _records(folder: Path, plan: Plan) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _records(folder: Path, plan: Preparation) -> Iterator[tuple[Path, dict[str, Any]]]:
     for index in range(plan.parts):
         rows, record = part_files(folder, index)
         yield rows, json.loads(record.read_bytes())

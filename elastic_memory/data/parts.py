@@ -11,7 +11,7 @@ from elastic_memory.data.sources import PACKED, JsonLines, ParquetRows, Part, Te
 
 PART = 64 << 20  # bytes of text in a part, roughly
 PART_FILES = 4096
-FOLD = 1000  # text does not shrink further, files made to fill a memory do
+MOST_EXPANSION = 1000  # text does not compress further; files made to exhaust memory do
 SPLITS = ("train", "validation", "test")
 
 _SPLIT_NAMES = {name: name for name in SPLITS} | {"valid": "validation", "val": "validation", "dev": "validation"}
@@ -87,7 +87,7 @@ def _parquet_parts(path: Path, file: str, text: str) -> list[Part]:
     for group in range(metadata.num_row_groups):
         rows, facts = metadata.row_group(group).num_rows, metadata.row_group(group).column(column)
         size = facts.total_uncompressed_size
-        if size > max(PART, FOLD * facts.total_compressed_size):
+        if size > max(PART, MOST_EXPANSION * facts.total_compressed_size):
             raise ValueError(
                 f"{path}: row group {group} unpacks from {facts.total_compressed_size:,} to {size:,} bytes, which no "
                 "text does: leave the file out"

@@ -20,10 +20,10 @@ def missing_folder(name: str) -> str | None:
         return None
     if path.exists():
         return f"{name}: it is a file; give a folder"
-    nearest, found = nearest_folder(path)
+    near, found = nearest_folder(path)
     if HUB_NAME.fullmatch(name) and not (len(path.parts) > 1 and (found or Path(path.parts[0]).is_dir())):
         return None
-    return f"{name}: no such folder; " + (f"did you mean {nearest}?" if found else f"the nearest folder is {nearest}")
+    return f"{name}: no such folder; " + (f"did you mean {near}?" if found else f"the nearest folder is {near}")
 
 
 def nearest_folder(path: Path) -> tuple[Path, bool]:

@@ -20,17 +20,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elastic_memory.common.defaults import LENGTH
 from elastic_memory.common.files import sha256, whole_file, write_json
 from elastic_memory.common.locks import locked
 from elastic_memory.data.corpora import find_parts
-from elastic_memory.data.gather import NothingKept, Plan, gather, part_files
-from elastic_memory.data.rows import Outcome, RowMaker
+from elastic_memory.data.gather import NothingKept, Preparation, gather, part_files
 from elastic_memory.data.samples import MANIFEST, read_manifest
 from elastic_memory.data.sources import Part
+from elastic_memory.data.tokenize_part import Outcome, RowMaker
 from elastic_memory.data.tokenizers import load_tokenizer
 
 
-class Progress(NamedTuple):
+class PrepareProgress(NamedTuple):
     """How far a run has come; `total_bytes` is 0 where nobody knows."""
 
     part: int
@@ -45,12 +46,12 @@ def prepare(
     out: str | Path,
     *,
     tokenizer: str | Path,
-    length: int = 32768,
+    length: int = LENGTH,
     shares: tuple[float, ...] = (0.9, 0.05, 0.05),
     text: str = "text",
     shard: tuple[int, int] = (0, 1),
     workers: int | None = None,
-    watch: Callable[[Progress], None] = lambda progress: None,
+    watch: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> dict[str, Any] | None:
     """Prepare a corpus of `CORPORA`, or parquet, JSONL or text files; returns the manifest, None for a shard of many.
 
@@ -95,9 +96,9 @@ def _check(length: int, shares: tuple[float, ...], shard: tuple[int, int]) -> No
         raise ValueError(f"shard {shard[0]}/{shard[1]}: n shards are 0/n to {'n-1'}/n")
 
 
-def _plan(parts: list[Part], maker: RowMaker) -> Plan:
+def _plan(parts: list[Part], maker: RowMaker) -> Preparation:
     corpus = json.dumps([[part.name, part.split, part.size] for part in parts])
-    return Plan(
+    return Preparation(
         length=maker.length,
         tokenizer=maker.tokenizer.name,
         tokenizer_sha256=maker.tokenizer.sha256,
@@ -107,7 +108,7 @@ def _plan(parts: list[Part], maker: RowMaker) -> Plan:
     )
 
 
-def _begin(folder: Path, plan: Plan) -> None:
+def _begin(folder: Path, plan: Preparation) -> None:
     """Write the plan down, or find that what was begun here followed the same one."""
     begun = folder / ".work" / "plan.json"
     if begun.exists():
@@ -116,7 +117,7 @@ def _begin(folder: Path, plan: Plan) -> None:
         write_json(begun, asdict(plan))
 
 
-def _compare(folder: Path, found: dict[str, Any], plan: Plan) -> None:
+def _compare(folder: Path, found: dict[str, Any], plan: Preparation) -> None:
     differ = {key: now for key, now in asdict(plan).items() if found.get(key) != now}
     if differ:
         changed = "; ".join(f"{key} was {found.get(key)}, now {now}" for key, now in differ.items())
@@ -134,10 +135,10 @@ def _compare_content(folder: Path, recorded: dict[str, str], parts: list[Part]) 
 
 
 def _tokenise(
-    folder: Path, parts: list[Part], indices: range, maker: RowMaker, watch: Callable[[Progress], None]
+    folder: Path, parts: list[Part], indices: range, maker: RowMaker, watch: Callable[[PrepareProgress], None]
 ) -> None:
     """Write the parts that are not there yet."""
-    done = Progress(0, len(indices), 0, sum(parts[index].size for index in indices), 0)
+    done = PrepareProgress(0, len(indices), 0, sum(parts[index].size for index in indices), 0)
 
     def report(outcome: Outcome) -> None:
         watch(done._replace(bytes=done.bytes + outcome.bytes, kept=done.kept + len(outcome.documents)))

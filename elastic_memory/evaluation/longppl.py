@@ -18,26 +18,27 @@ from typing import Any
 
 import torch
 
+from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
 from elastic_memory.data.tokenizers import Tokenizer
+from elastic_memory.evaluation.inputs import document_of, token_ids
+from elastic_memory.evaluation.journal import Advance, Journal, RowRecord, bootstrap, by_document
 from elastic_memory.evaluation.loading import load_model, tokenizer_of
 from elastic_memory.evaluation.losses import Model, Streamed, block_size_of, has_blocks, last_losses, streamed_losses
-from elastic_memory.evaluation.rows import Advance, Journal, Record, bootstrap, by_document, document_of, token_ids
 from elastic_memory.evaluation.spans import Span, encode, inside, locate, merge
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.fingerprint import weights_hash
 
-REFERENCE = "meta-llama/Llama-3.1-8B"
-FEW = 500  # with fewer key tokens the value says little, and is shown with a warning
+FEW_KEY_TOKENS = 500  # with fewer key tokens the value says little, and is shown with a warning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What makes a token a key token; the defaults are the released ones."""
 
-    trunc_len: int = 4096
-    sliding_window: int = 1024
-    alpha: float = 2.0
-    beta: float = -2.0
+    trunc_len: int = TRUNC_LEN
+    sliding_window: int = SLIDING_WINDOW
+    alpha: float = ALPHA
+    beta: float = BETA
 
     def __post_init__(self) -> None:
         if self.trunc_len < 1 or self.sliding_window < 1:
@@ -46,9 +47,14 @@ class Settings:
             )
 
     @classmethod
-    def scaled(cls, length: int) -> "Settings":
-        """The released proportions for samples shorter than the 32,768 tokens they were chosen for."""
-        return cls(trunc_len=max(1, min(4096, length // 8)), sliding_window=max(1, min(1024, length // 32)))
+    def scaled(cls, length: int, **given: float | None) -> "Settings":
+        """The released proportions for samples shorter than the paper's; what is `given` and not None is kept."""
+        share = min(length, LENGTH)
+        scaled = {
+            "trunc_len": max(1, TRUNC_LEN * share // LENGTH),
+            "sliding_window": max(1, SLIDING_WINDOW * share // LENGTH),
+        }
+        return cls(**scaled | {name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class LongPerplexity:
 
     def __str__(self) -> str:
         value = "no key tokens" if self.longppl is None else f"{self.longppl:.4g}"
-        value += f" (only {self.key_tokens} key tokens: too few to mean much)" if 0 < self.key_tokens < FEW else ""
+        if 0 < self.key_tokens < FEW_KEY_TOKENS:
+            value += f" (only {self.key_tokens} key tokens: too few to mean much)"
         spread = "" if self.interval is None else "  (95%: {:.4g} to {:.4g})".format(*self.interval)
         return f"LongPPL[{self.protocol}] = {value}{spread}"
 
@@ -79,12 +86,12 @@ def longppl(
     model: Model,
     tokenizer: Any,
     texts: Sequence[Any],
-    reference: Model | str = REFERENCE,
+    reference: Model | str = LONGPPL_REFERENCE,
     reference_tokenizer: Any = None,
-    trunc_len: int = 4096,
-    sliding_window: int = 1024,
-    alpha: float = 2.0,
-    beta: float = -2.0,
+    trunc_len: int = TRUNC_LEN,
+    sliding_window: int = SLIDING_WINDOW,
+    alpha: float = ALPHA,
+    beta: float = BETA,
     *,
     block_size: int | None = None,
     cache: Path | str | None = None,
@@ -246,7 +253,7 @@ def _name(origin: str) -> str:
     return path.parent.name if (path.parent / "run.json").exists() else path.name
 
 
-def _record(index: int, document: str, losses: Float[Tensor, " prediction"], keys: list[int], length: int) -> Record:
+def _record(index: int, document: str, losses: Float[Tensor, " prediction"], keys: list[int], length: int) -> RowRecord:
     key_losses = losses[torch.tensor(keys, dtype=torch.long) - 1]
     return {
         "row": index,
@@ -259,7 +266,7 @@ def _record(index: int, document: str, losses: Float[Tensor, " prediction"], key
     }
 
 
-def _summary(records: list[Record], settings: Settings, reference: dict[str, str]) -> LongPerplexity:
+def _summary(records: list[RowRecord], settings: Settings, reference: dict[str, str]) -> LongPerplexity:
     _check_length(max((r["reference_tokens"] for r in records), default=0), settings)
     key_tokens = sum(len(r["keys"]) for r in records)
     tokens = sum(r["tokens"] for r in records)

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Cache
 
+from elastic_memory.common.defaults import BLOCK_SIZE
 from elastic_memory.model.modeling import MemoryCausalLM
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.cache import MemoryCache
@@ -103,7 +104,7 @@ def empty_cache(model: Model) -> Cache | None:
 
 def block_size_of(model: Model) -> int:
     """Tokens of a block: the model's own, or the paper's for a model that has none."""
-    return model.base_model.layers[0].locality.block_size if has_blocks(model) else 2048
+    return model.base_model.layers[0].locality.block_size if has_blocks(model) else BLOCK_SIZE
 
 
 def has_blocks(model: Model) -> bool:

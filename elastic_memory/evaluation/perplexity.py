@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from elastic_memory.common.names import suggest
+from elastic_memory.evaluation.inputs import batches, document_of
+from elastic_memory.evaluation.journal import Advance, Journal, RowRecord, bootstrap, by_document
 from elastic_memory.evaluation.losses import Model, Streamed, block_size_of, streamed_losses, window_losses
-from elastic_memory.evaluation.rows import Advance, Journal, Record, batches, bootstrap, by_document, document_of
 from elastic_memory.shapes import Float, Tensor
 
 POSITION_BINS = 32
@@ -94,7 +95,7 @@ def perplexity(
     return _summary(journal.records(), protocol, block, stride)
 
 
-def _record(index: int, document: str, losses: Float[Tensor, " prediction"], block: int) -> Record:
+def _record(index: int, document: str, losses: Float[Tensor, " prediction"], block: int) -> RowRecord:
     values = losses.double().numpy()
     if not np.isfinite(values).all():
         where = int(np.flatnonzero(~np.isfinite(values))[0])
@@ -110,7 +111,7 @@ def _record(index: int, document: str, losses: Float[Tensor, " prediction"], blo
     }
 
 
-def _summary(records: list[Record], protocol: str, block: int, stride: int) -> Perplexity:
+def _summary(records: list[RowRecord], protocol: str, block: int, stride: int) -> Perplexity:
     losses, counts = [r["loss"] for r in records], [r["tokens"] for r in records]
     nll = math.fsum(losses) / sum(counts)
     parts = [_parts(tokens, block) for tokens in counts]

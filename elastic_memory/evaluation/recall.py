@@ -23,6 +23,7 @@ FILLER = range(4, 12)
 NAMES = range(12, 20)
 VALUES = range(20, 36)
 VOCABULARY = VALUES.stop
+DISTANCES = (1, 2, 4, 8, 16, 32, 64)  # blocks between what is said and what is asked
 
 
 class Question(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from elastic_memory import hippo
+from elastic_memory.evaluation.inputs import token_ids
 from elastic_memory.evaluation.losses import Model, block_size_of, streamed_logits
-from elastic_memory.evaluation.rows import token_ids
 from elastic_memory.shapes import Float, Tensor
 
 SPECTRUM_BINS = 32

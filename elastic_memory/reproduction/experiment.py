@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_memory.common.files import write_json, write_text
 from elastic_memory.common.strict import read_json
-from elastic_memory.evaluation.longppl import FEW
+from elastic_memory.evaluation.longppl import FEW_KEY_TOKENS
 from elastic_memory.evaluation.metrics import Conditions
 from elastic_memory.report.tables import Table
 from elastic_memory.reproduction.lab import Lab, Measurement, Trained
@@ -24,7 +24,7 @@ SHOWS: dict[str, tuple[str, ...]] = {
     "ppl": ("ppl",), "longppl": ("longppl",), "both": ("ppl", "longppl"), "mse": ("reconstruction",),
     "memory": (), "added": (), "order": (),
 }  # fmt: skip
-FIRST = ("proofs", "books", "edu")  # the order in which corpora are worked on
+CORPUS_ORDER = ("proofs", "books", "edu")  # the order in which corpora are worked on
 SKIPPED = "skip"  # stands in the place of a cell that a table does not have
 
 
@@ -85,7 +85,7 @@ class Experiment:
         cells = [cell for _, _, cell, _ in self.cells() if SHOWS[cell.shows]]
         found = []
         for number in range(len(lab.tier.seeds) if seeds is None else seeds):
-            for corpus in FIRST:
+            for corpus in CORPUS_ORDER:
                 wanted = self.seeds.get(corpus, 2)
                 if number < min(wanted, len(lab.tier.seeds)):
                     found += [cell.model(lab.tier.seeds[number]) for cell in cells if cell.corpus == corpus]
@@ -147,7 +147,7 @@ def _check_alike(entries: list[dict[str, Any]]) -> None:
 
 
 def _titles(lab: Lab) -> dict[str, str]:
-    return {corpus: lab.tier.title(corpus) for corpus in FIRST}
+    return {corpus: lab.tier.title(corpus) for corpus in CORPUS_ORDER}
 
 
 def _entry(lab: Lab, row: str, column: str, cell: Cell, paper: str) -> dict[str, Any]:
@@ -220,7 +220,9 @@ def _text(entry: dict[str, Any], paper: str) -> str:
         seeds = [run["values"][metric] for run in entry["runs"] if run["values"].get(metric) is not None]
         if len(seeds) > 1:
             text += f"±{statistics.stdev(seeds):.{places}f}"
-        if metric == "longppl" and any(run["measured"][metric]["key_tokens"] < FEW for run in _having(entry, metric)):
+        if metric == "longppl" and any(
+            run["measured"][metric]["key_tokens"] < FEW_KEY_TOKENS for run in _having(entry, metric)
+        ):
             text += "†"
         parts.append(text)
     gains = _gains(entry)
@@ -268,8 +270,8 @@ def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
     keyed = [how for metric, how in measured if metric == "longppl"]
     for text in dict.fromkeys(_reference(how) for how in keyed):
         parts.append(f"LongPPL[{text}].")
-    if any(how["key_tokens"] < FEW for how in keyed):
-        parts.append(f"† fewer than {FEW} key tokens: too few to mean much.")
+    if any(how["key_tokens"] < FEW_KEY_TOKENS for how in keyed):
+        parts.append(f"† fewer than {FEW_KEY_TOKENS} key tokens: too few to mean much.")
     made = {(how["device"], how["torch"], str(how["commit"])) for _, how in measured}
     parts += [f"Measured on {device}, torch {torch}, commit {commit}." for device, torch, commit in sorted(made)]
     missing = sum(value is None for entry in entries for value in entry["values"].values())

@@ -20,11 +20,11 @@ import torch
 import elastic_memory as em
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import Samples, prepare, samples
+from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.loading import load_config, load_model
 from elastic_memory.evaluation.longppl import Settings, key_tokens
-from elastic_memory.evaluation.metrics import Conditions, Task
+from elastic_memory.evaluation.metrics import Conditions, Evaluation
 from elastic_memory.evaluation.record import describe, with_progress
-from elastic_memory.evaluation.rows import Spread
 from elastic_memory.reproduction.records import Record
 from elastic_memory.reproduction.tiers import TIERS
 from elastic_memory.training.build import build_config
@@ -238,7 +238,7 @@ class Lab:
         for group in (["reconstruction"], [metric for metric in metrics if metric != "reconstruction"]):
             if not set(group) & set(metrics):
                 continue
-            task = Task(
+            task = Evaluation(
                 model=load_model(str(run.folder)),
                 rows=self.spread(model.corpus, group[0]),
                 tokenizer=rows.tokenizer(),

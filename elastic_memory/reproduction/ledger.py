@@ -42,7 +42,7 @@ class Claim:
 
 EXP, UNI = "Elastic Memory, exponential", "Elastic Memory, uniform"
 MAIN_OTHERS = ("Transformer++", "Mem. Transformer", "Infini-Transformer", "Melodi")
-CORPORA = ("books", "proofs", "edu")
+CORPUS_NAMES = ("books", "proofs", "edu")
 SIZES = ("1x", "2x", "4x", "8x", "16x")
 
 
@@ -55,7 +55,7 @@ def _columns(names: Iterable[str], metric: str) -> list[str]:
     return [f"{{{name}}} {metric}" for name in names]
 
 
-MAIN_PPL, MAIN_LONG = _columns(CORPORA, "PPL"), _columns(CORPORA, "LongPPL")
+MAIN_PPL, MAIN_LONG = _columns(CORPUS_NAMES, "PPL"), _columns(CORPUS_NAMES, "LongPPL")
 MEMORY_PPL, MEMORY_LONG = ([f"{size} {metric}" for size in SIZES] for metric in ("PPL", "Long."))
 MODEL_PPL, MODEL_LONG = ([f"{size} {metric}" for size in SIZES[:3]] for metric in ("PPL", "LongPPL"))
 INJECTED = ("{books}", "{proofs}", "{edu}", *(f"memory {size}" for size in SIZES[1:]), "model 2x", "model 4x")

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_memory.common.defaults import LONGPPL_REFERENCE
+
 TITLES = {"pg19": "PG-19", "proof-pile": "Proof-Pile", "fineweb-edu": "FineWeb-Edu"}
 
 
@@ -64,6 +66,6 @@ TIERS = {
         rows=None,
         probed=4,
         batch=4,
-        reference="meta-llama/Llama-3.1-8B",
+        reference=LONGPPL_REFERENCE,
     ),
 }

@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 import elastic_memory as em
 from elastic_memory.training.recipe import Recipe
 
-SIZES = {
+LARGEST = {
     "num_hidden_layers": 10_000, "hidden_size": 1_000_000, "intermediate_size": 10_000_000, "vocab_size": 100_000_000,
     "num_attention_heads": 100_000, "num_key_value_heads": 100_000, "head_dim": 100_000, "block_size": 100_000_000,
     "memory_order": 100_000, "memory_points": 100_000, "max_position_embeddings": 10**12,
@@ -23,7 +23,7 @@ def build_config(recipe: Recipe) -> Any:
     for key in fields:
         if key.startswith("_") or key.endswith("_implementation"):
             raise ValueError(f"model.config.{key}: not a setting of the model; leave it out")
-        _check_size(f"model.config.{key}", fields[key], SIZES.get(key))
+        _check_size(f"model.config.{key}", fields[key], LARGEST.get(key))
     _check_size("model.memory_multiple", model.memory_multiple, 1000)
     if model.sampling is not None:
         fields["sampling"] = model.sampling
@@ -35,7 +35,7 @@ def build_config(recipe: Recipe) -> Any:
         )
     except (StrictDataclassError, ArithmeticError, AttributeError) as error:
         raise ValueError(f"model.config: {str(error).strip().splitlines()[-1].strip()}") from None
-    _check_size("memory_order, which follows from memory_multiple", config.memory_order, SIZES["memory_order"])
+    _check_size("memory_order, which follows from memory_multiple", config.memory_order, LARGEST["memory_order"])
     return config
 
 

@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from elastic_memory.training.interrupts import Interrupts
@@ -44,19 +43,19 @@ class SaveAndStop(TrainerCallback):
         return control
 
 
-class Progress(TrainerCallback):
+class ProgressBar(TrainerCallback):
     """Loss, speed and time left: a bar on a terminal, a line a minute in a log."""
 
     def __init__(self, run: Run, steps: int) -> None:
         self.name, self.steps = run.folder.name, steps
-        self.bar: Bar | None = None
+        self.bar: Progress | None = None
         self.told = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Open the bar, on the main process."""
         if state.is_world_process_zero and console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Bar(*columns, console=console)
+            self.bar = Progress(*columns, console=console)
             self.task = self.bar.add_task(self.name, total=self.steps, completed=state.global_step)
             self.bar.start()
 

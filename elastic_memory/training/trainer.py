@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl, Train
 from elastic_memory.common.checksums import write_manifest
 from elastic_memory.fast import cuda_graph as capture
 from elastic_memory.training import checkpoints
-from elastic_memory.training.callbacks import Progress, SaveAndStop
+from elastic_memory.training.callbacks import ProgressBar, SaveAndStop
 from elastic_memory.training.interrupts import Interrupts
 from elastic_memory.training.measures import Measures, memory_norms, whole
 from elastic_memory.training.order import Collate, ReadAhead, Schedule
@@ -104,7 +104,7 @@ class MemoryTrainer(Trainer):
         self.captured: capture.Captured | None = None
         args = arguments(run.recipe, run)
         self.measures = Measures(model, run.recipe, args)
-        self.progress = Progress(run, args.max_steps)
+        self.progress = ProgressBar(run, args.max_steps)
         stride = args.per_device_train_batch_size * args.world_size
         self.batches = ReadAhead(
             schedule, Collate(model.config.vocab_size), stride, ahead=args.gradient_accumulation_steps

@@ -54,11 +54,11 @@ def test_shards_on_the_command_line(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "prepare what"),
+        ([], "no source given"),
         (["stdlib"], "--tokenizer is missing"),
         (["stdlib", "--out", "x"], "--tokenizer is missing"),
         (["stdlib", "--tokenizer", "bytes"], "--out is missing"),
-        (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shard", "2"], "'2' is not like --shard 0/8"),
+        (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shard", "2"], "'2': write it like --shard 0/8"),
         (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shard", "2/2"], "shard 2/2"),
         (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shares", "a/b/c"], "not like --shares 90/5/5"),
         (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shares", "0/0/0"], "leaves nothing"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_memory.data import parts, prepare, samples
 from elastic_memory.data import tokenizers as tokenizers_module
-from elastic_memory.data.rows import RowMaker
+from elastic_memory.data.tokenize_part import RowMaker
 from tests.data.conftest import tree
 from tests.oracles import rows as oracle
 

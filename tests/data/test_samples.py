@@ -58,7 +58,7 @@ def test_a_changed_row_cannot_reach_the_file(folder):
 
 
 def test_what_is_missing_is_said(folder, tmp_path):
-    with pytest.raises(ValueError, match="no split 'tset': did you mean 'test'. known: train"):
+    with pytest.raises(ValueError, match=r"no split 'tset': did you mean 'test'\? known: train"):
         samples(folder, "tset")
     with pytest.raises(FileNotFoundError, match="make it with elastic prepare"):
         samples(tmp_path / "nowhere", "train")

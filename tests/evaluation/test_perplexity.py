@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import elastic_memory as em
 from elastic_memory.evaluation import perplexity
-from elastic_memory.evaluation.rows import Journal, Spread, bootstrap
+from elastic_memory.evaluation.inputs import Spread
+from elastic_memory.evaluation.journal import Journal, bootstrap
 from elastic_memory.memory import MEMORIES
 from tests.evaluation.conftest import llama, model_with, rows_of
 from tests.oracles import ppl as oracle

@@ -397,7 +397,7 @@ def test_the_command_lists_and_passes_on(tmp_path, capsys):
     listed = capsys.readouterr().out
     assert all(re.search(rf"^{name} +\S", listed, re.MULTILINE) for name in [*TABLES, "signals", "speed"])
     assert NAMES[0] == "main"
-    with pytest.raises(ValueError, match="'signals' has no use for --data"):
+    with pytest.raises(ValueError, match="'signals' does not use --data"):
         reproduce(["signals"], data=tmp_path, out=tmp_path)
     with pytest.raises(FileNotFoundError, match=f"rows in {tmp_path}/proofs"):
         reproduce(["corruption"], data=tmp_path, out=tmp_path)

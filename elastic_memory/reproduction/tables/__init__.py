@@ -11,10 +11,10 @@ from elastic_memory.reproduction.experiment import Experiment
 from elastic_memory.reproduction.lab import Measurement, Trained
 
 FOLDER = Path(__file__).parent
-FIRST = ("main", "corruption", "learning-rate", "memory-scaling")  # the most important, where order matters
+TABLE_ORDER = ("main", "corruption", "learning-rate", "memory-scaling")  # the most important, where order matters
 NAMES = sorted(
     (path.stem.replace("_", "-") for path in FOLDER.glob("[!_]*.py")),
-    key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name),
+    key=lambda name: (TABLE_ORDER.index(name) if name in TABLE_ORDER else len(TABLE_ORDER), name),
 )
 
 

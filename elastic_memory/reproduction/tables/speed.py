@@ -45,7 +45,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...], list[float], list[float]]
     ),
 }  # fmt: skip
 # Rows of a step: 131,072 tokens. Pairs of models for which that is too much take half, or a quarter.
-TIERS: dict[str, dict[str, Any]] = {
+PLANS: dict[str, dict[str, Any]] = {
     "smoke": {"presets": dict.fromkeys(("1x", "200m", "400m"), "tiny"), "length": 512, "rows": 2, "repeats": 4},
     "small": {"presets": {"1x": "100m"}, "length": 32768, "rows": 4, "repeats": 4},
     "paper": {"presets": {"1x": "100m", "200m": "200m", "400m": "400m"}, "length": 32768, "rows": 4, "repeats": 4},
@@ -59,7 +59,7 @@ def run(tier: str, out: Path) -> Table:
 
 def measure(tier: str, out: Path) -> dict[str, Any]:
     """All cells of the tier, those of an earlier run on this device kept."""
-    plan, path = TIERS[tier], out / f"speed-{tier}.json"
+    plan, path = PLANS[tier], out / f"speed-{tier}.json"
     out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     cuda = torch.cuda.is_available()

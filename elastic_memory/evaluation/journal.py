@@ -1,64 +1,15 @@
-"""Rows of tokens in, one small record per row out; records on disk make an evaluation resumable."""
+"""One small record per evaluated row, kept on disk so that an evaluation can be resumed; and statistics over them."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from elastic_memory.shapes import Int, Tensor
-
-Record = dict[str, Any]
-Advance = Callable[[int], None]
-
-
-def token_ids(row: Any) -> Int[Tensor, " token"]:
-    """The tokens of a row: a mapping with `input_ids`, a tensor, an array or a list."""
-    values = row["input_ids"] if isinstance(row, Mapping) else row
-    return torch.as_tensor(np.asarray(values, dtype=np.int64)).reshape(-1)
-
-
-def document_of(rows: Any, index: int) -> str:
-    """The document that row `index` was cut from; rows that do not say are documents of their own."""
-    return str(rows.document(index) if hasattr(rows, "document") else index)
-
-
-class Spread(Sequence[Any]):
-    """`count` rows out of many, evenly spread, so that they come from as many documents as possible."""
-
-    def __init__(self, rows: Any, count: int):
-        self.rows = rows
-        self.indices = [i * len(rows) // count for i in range(count)] if count < len(rows) else range(len(rows))
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.rows[self.indices[index]]
-
-    def document(self, index: int) -> str:
-        """The document that a row was cut from."""
-        return document_of(self.rows, self.indices[index])
-
-
-def batches(rows: Sequence[Any], size: int, done: Mapping[int, Record]) -> Iterator[tuple[list[int], Tensor]]:
-    """Up to `size` neighbouring rows of equal length at a time, leaving out those already done."""
-    indices: list[int] = []
-    held: list[Tensor] = []
-    for index in (i for i in range(len(rows)) if i not in done):
-        ids = token_ids(rows[index])
-        if len(ids) < 2:
-            raise ValueError(f"row {index} has {len(ids)} tokens: the shortest that can be scored has 2")
-        if held and (len(held) == size or len(held[0]) != len(ids)):
-            yield indices, torch.stack(held)
-            indices, held = [], []
-        indices.append(index)
-        held.append(ids)
-    if held:
-        yield indices, torch.stack(held)
+RowRecord = dict[str, Any]
+Advance = Callable[[int], None]  # is told how many more rows are done
 
 
 class Journal:
@@ -71,14 +22,14 @@ class Journal:
     def __init__(self, folder: Path | None = None, **settings: Any):
         name = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.path = folder / f"{name}.jsonl" if folder else None
-        self.done: dict[int, Record] = {}
+        self.done: dict[int, RowRecord] = {}
         if self.path and self.path.exists():
             lines = self.path.read_bytes().split(b"\n")
             # What follows the last line end is a line that was being written when the process died.
             self.done = {record["row"]: record for record in map(json.loads, lines[:-1])}
             self.path.write_bytes(b"".join(line + b"\n" for line in lines[:-1]))
 
-    def add(self, record: Record) -> None:
+    def add(self, record: RowRecord) -> None:
         """Remember a finished row."""
         self.done[record["row"]] = record
         if self.path:
@@ -86,7 +37,7 @@ class Journal:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[RowRecord]:
         """All records in the order of the rows."""
         return [self.done[row] for row in sorted(self.done)]
 

@@ -45,7 +45,7 @@ class Outcome:
         return {**vars(self), "documents": [vars(document) for document in self.documents]}
 
 
-class Step(NamedTuple):
+class WorkItem(NamedTuple):
     """A piece of a document to tokenise; without one, the end of that document."""
 
     document: Document
@@ -66,33 +66,33 @@ class RowMaker:
     def write(self, part: Part, file: BinaryIO, watch: Callable[[Outcome], None]) -> Outcome:
         """Write the rows of a part to `file`, its documents in order, whatever the number of workers."""
         outcome = Outcome()
-        rows = _Rows(file, self.length)
+        rows = RowWriter(file, self.length)
         with ThreadPoolExecutor(self.workers) as cores:
             for batch in _in_order(cores, self._tokenise, _batches(self._read(part, outcome)), 4 * self.workers):
-                for step, ids in batch:
+                for item, ids in batch:
                     if ids is not None:
                         rows.add(ids)
                         continue
-                    outcome.longest = max(outcome.longest, 0 if step.skipped else rows.tokens)
-                    skipped = step.skipped or ("too short" if rows.tokens <= self.length else None)
+                    outcome.longest = max(outcome.longest, 0 if item.skipped else rows.tokens)
+                    skipped = item.skipped or ("too short" if rows.tokens <= self.length else None)
                     if skipped:
                         outcome.skipped[skipped] += 1
                         rows.forget()
                     else:
-                        document = step.document
+                        document = item.document
                         outcome.documents.append(Kept(document.name, document.split, *rows.finish(), document.licence))
                 watch(outcome)
         return outcome
 
-    def _read(self, part: Part, outcome: Outcome) -> Iterator[Step]:
+    def _read(self, part: Part, outcome: Outcome) -> Iterator[WorkItem]:
         for document in part.documents():
             document.split, skipped = part.split or "", None
             try:
                 for piece in pieces(self._checked(document, outcome), self.tokenizer):
-                    yield Step(document, piece)
+                    yield WorkItem(document, piece)
             except Skip as reason:
                 skipped = str(reason)
-            yield Step(document, skipped=skipped)
+            yield WorkItem(document, skipped=skipped)
 
     def _checked(self, document: Document, outcome: Outcome) -> Iterator[str]:
         """The text, if it may be long enough: most of the web is not, and need not be tokenised to know."""
@@ -125,11 +125,11 @@ class RowMaker:
                 return split
         return SPLITS[0]
 
-    def _tokenise(self, batch: list[Step]) -> list[tuple[Step, np.ndarray | None]]:
-        return [(step, encode(step.piece, self.tokenizer).astype(self.dtype) if step.piece else None) for step in batch]
+    def _tokenise(self, batch: list[WorkItem]) -> list[tuple[WorkItem, np.ndarray | None]]:
+        return [(item, encode(item.piece, self.tokenizer).astype(self.dtype) if item.piece else None) for item in batch]
 
 
-class _Rows:
+class RowWriter:
     """Cuts the tokens of one document after another into rows; a document can be forgotten until it is finished."""
 
     def __init__(self, file: BinaryIO, length: int):
@@ -145,6 +145,7 @@ class _Rows:
         self.waiting = 0
 
     def add(self, ids: np.ndarray) -> None:
+        """More tokens of the current document."""
         self.held.append(ids)
         self.tokens += len(ids)
         self.waiting += len(ids)
@@ -161,19 +162,20 @@ class _Rows:
         return tokens, tokens // self.length
 
     def forget(self) -> None:
+        """Take back all rows of the current document."""
         if self.position > self.start:
             self.position = self.file.seek(self.start)
             self.file.truncate()
         self._begin()
 
 
-def _batches(steps: Iterable[Step]) -> Iterator[list[Step]]:
+def _batches(items: Iterable[WorkItem]) -> Iterator[list[WorkItem]]:
     """Short documents together, so that handing work to a core costs little beside the work."""
-    batch: list[Step] = []
+    batch: list[WorkItem] = []
     size = 0
-    for step in steps:
-        batch.append(step)
-        size += len(step.piece.text) if step.piece else 0
+    for item in items:
+        batch.append(item)
+        size += len(item.piece.text) if item.piece else 0
         if size >= PIECE or len(batch) == 1024:
             yield batch
             batch, size = [], 0
