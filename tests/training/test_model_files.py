@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import elastic_memory as em
+from elastic_memory.common.checksums import MANIFEST
 from elastic_memory.data.tokenizers import load_tokenizer
 from elastic_memory.evaluation.loading import load_model
 from elastic_memory.evaluation.model_files import check_files
-from elastic_memory.training.checkpoints import MANIFEST
 from tests.conftest import small_model
 from tests.evaluation.conftest import llama
 from tests.test_cli import call

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from elastic_memory.training import checkpoints, environment, logs
-from elastic_memory.training.runs import Run
+from elastic_memory.training import checkpoints, logs
+from elastic_memory.training.runs import Run, machine
 from elastic_memory.training.session import Resume, train
 
 from .conftest import same_weights, weights
@@ -148,7 +148,7 @@ def test_another_instruction_set_must_be_accepted(quick, corpus, stopped_at_8, m
         train(quick, corpus, stopped_at_8.parent, GO_ON)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    assert environment.machine(quick.replace(**{"execution.device": "auto"}))["instructions"] is None
+    assert machine(quick.replace(**{"execution.device": "auto"}))["instructions"] is None
 
 
 def test_resuming_where_nothing_was_begun_is_refused(quick, corpus, tmp_path):
