@@ -117,21 +117,19 @@ def _prepare(folder: Path) -> None:
 
 def _train(name: str, out: Path, tokens: int) -> Path:
     """Train a model of `MODELS`, unless that is done; returns its run folder."""
-    from elastic_memory.training.recipe import Recipe, convert
+    from elastic_memory.training.recipe import Recipe
     from elastic_memory.training.runs import StoppedError
     from elastic_memory.training.session import Resume, train
 
     chosen = MODELS[name]
-    recipe: Recipe = convert(
+    recipe = Recipe.parse(
         {
             "name": name,
             "model": {**chosen, "preset": "tiny", "config": {"block_size": MODEL_BLOCK, **chosen.get("config", {})}},
             "training": {"tokens": tokens, "length": LENGTH, "batch_tokens": STEP, "precision": "fp32"},
             "execution": {"device": "cpu", "micro_batch": STEP // LENGTH, "save_every": 50},
         },
-        Recipe,
         "demo",
-        "",
     )
     try:
         # another number of threads only changes rounding: no reason to refuse a demo

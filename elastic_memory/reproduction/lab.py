@@ -11,7 +11,7 @@ import gc
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -174,7 +174,7 @@ class Lab:
         recipe, data = fit(self.recipe(model), rows), data_hash(rows)
         for folder in self.work.glob(f"[!.]*-{recipe.digest(data)}"):
             if not folder.name.startswith(f"{self.name}-{model.corpus}") and (folder / "result.json").exists():
-                recipe = replace(recipe, name=folder.name.removesuffix(f"-{recipe.digest(data)}"), variant="")
+                recipe = recipe.replace(name=folder.name.removesuffix(f"-{recipe.digest(data)}"), variant="")
         return Run(self.work, recipe, data)
 
     def test_rows(self, corpus: str) -> Samples:

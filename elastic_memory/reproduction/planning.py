@@ -10,7 +10,7 @@ from elastic_memory.reproduction.scheduler import Task
 from elastic_memory.reproduction.tables import experiments, wanted
 from elastic_memory.reproduction.worker import Job
 from elastic_memory.training.build import build_config, flops_per_token
-from elastic_memory.training.recipe import Recipe, convert
+from elastic_memory.training.recipe import Recipe
 
 MEASURING = 150.0  # seconds that are allowed for what is measured after training
 
@@ -44,7 +44,7 @@ def measured_speeds(lab: Lab) -> list[tuple[Recipe, float]]:
         trained = lab.record(model).trained
         if trained and trained["machine"]["device"] != "cpu":
             cost = trained["cost"]
-            recipe = convert(trained["recipe"], Recipe, "record", "")
+            recipe = Recipe.parse(trained["recipe"], "record")
             found.append((recipe, cost["seconds"] / cost["processes_on_device"]))
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic_memory.common.strict import read_json
 from elastic_memory.training.build import build_config, count_parameters, flops_per_token
-from elastic_memory.training.recipe import Recipe, convert
+from elastic_memory.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def measurements(folder: Path) -> list[Measured]:
         if isinstance(result, dict) and {"recipe", "tokens_per_second", "machine"} <= result.keys():
             machine = result["machine"]
             if machine["device"] != "cpu":
-                recipe = convert(result["recipe"], Recipe, path.name, "")
+                recipe = Recipe.parse(result["recipe"], path.name)
                 found.append(Measured(recipe, machine["device"], result["tokens_per_second"] / machine["processes"]))
     return found
 
