@@ -1,4 +1,4 @@
-"""The manifest of a folder: sizes and SHA-256 sums by which its files prove to be those that were written."""
+"""The manifest of a folder: sizes and SHA-256 sums that show whether its files are unchanged."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ WEIGHTS = ("model", "pytorch_model")  # how the names of weight files begin, who
 
 
 class DamagedError(ValueError):
-    """A folder whose files are not those that were written."""
+    """A folder whose files have changed since they were written."""
 
 
 class IncompleteError(ValueError):
@@ -21,7 +21,7 @@ class IncompleteError(ValueError):
 
 
 def write_manifest(folder: Path, run: str, step: int, without: tuple[str, ...] = ()) -> None:
-    """List the files of a folder with their sizes and sums, and whose they are: of which run, after which step."""
+    """List the files of a folder with sizes and sums, and which run and step they belong to."""
     files = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(folder.rglob("*"))
@@ -36,9 +36,9 @@ def _seal_of(content: dict[str, Any]) -> str:
 
 
 def verify(folder: Path, run: str | None = None, step: int | None = None) -> dict[str, Any]:
-    """The manifest of a folder; `DamagedError` or `IncompleteError` unless all files are as it says.
+    """The manifest of a folder; `DamagedError` or `IncompleteError` unless all files match it.
 
-    With `run` and `step` it must also be the checkpoint of that run after that step.
+    With `run` and `step`, it must also be the checkpoint of that run and step.
     """
     try:
         manifest = read_json(folder / MANIFEST)
@@ -47,7 +47,7 @@ def verify(folder: Path, run: str | None = None, step: int | None = None) -> dic
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder.name}/{MANIFEST} is missing or unreadable ({error})") from None
     if not sealed:
-        raise DamagedError(f"{folder.name}/{MANIFEST} is not as it was written")
+        raise DamagedError(f"{folder.name}/{MANIFEST} was changed after it was written")
     for key, wanted in (("run", run), ("step", step)):
         if wanted is not None and manifest.get(key) != wanted:
             raise DamagedError(f"{folder.name} is the checkpoint of {key} {manifest.get(key)}, not of {wanted}")

@@ -1,4 +1,4 @@
-"""The parts of a corpus put together: one file of rows per split, and the manifest."""
+"""Combine the parts of a corpus: one file of rows per split, and the manifest."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ class NothingKept(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is prepared. Two calls may share a folder only if theirs are equal."""
+    """What is prepared. Calls may share a folder only if these fields are equal."""
 
     length: int
     tokenizer: str
@@ -33,12 +33,12 @@ class Preparation:
 
 
 def part_files(folder: Path, index: int) -> tuple[Path, Path]:
-    """The rows of a part and, written after them, the record of what is in them."""
+    """The file with the rows of a part, and the record of its documents, which is written after it."""
     return folder / ".work" / f"{index:06d}.bin", folder / ".work" / f"{index:06d}.json"
 
 
 def gather(folder: Path, plan: Preparation, maker: RowMaker, names: list[str], passed_over: Counter[str]) -> None:
-    """Put the rows of all parts together by split; the manifest comes last and says that the folder is complete."""
+    """Combine the rows of all parts by split; the manifest is written last and marks the folder as complete."""
     facts = _facts(folder, plan, passed_over)
     row_bytes = plan.length * maker.dtype.itemsize
     splits = {split: _gather_split(folder, plan, split, row_bytes) for split in SPLITS if facts["rows"][split]}
@@ -64,7 +64,7 @@ def gather(folder: Path, plan: Preparation, maker: RowMaker, names: list[str], p
 
 
 def _facts(folder: Path, plan: Preparation, passed_over: Counter[str]) -> dict[str, Any]:
-    """Counts over all parts; refuses damaged parts, and a corpus without a single row."""
+    """Totals over all parts; refuses damaged parts, and a corpus without rows."""
     rows, licences, skipped = dict.fromkeys(SPLITS, 0), Counter[str](), Counter(passed_over)
     files: dict[str, str] = {}
     longest = size = 0

@@ -1,4 +1,4 @@
-"""One part of a corpus into rows of tokens: read, tokenise on all cores, cut, and count what was left out."""
+"""Tokenize one part of a corpus into rows, on all cores, and count what is left out."""
 
 import hashlib
 import os
@@ -17,12 +17,12 @@ from elastic_memory.data.tokenizers import PIECE, Piece, Skip, Tokenizer, encode
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-SIGNATURE = 1 << 16  # characters that decide a document's split, so that copies of a document share one
+SIGNATURE = 1 << 16  # characters that decide a document's split: copies of a document get the same split
 
 
 @dataclass
 class Kept:
-    """A document that gave rows."""
+    """A document that was long enough for rows."""
 
     id: str
     split: str
@@ -33,7 +33,7 @@ class Kept:
 
 @dataclass
 class Outcome:
-    """What became of the documents of a part."""
+    """What was kept and skipped of a part."""
 
     documents: list[Kept] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -41,12 +41,12 @@ class Outcome:
     bytes: int = 0
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """For JSON."""
         return {**vars(self), "documents": [vars(document) for document in self.documents]}
 
 
 class WorkItem(NamedTuple):
-    """A piece of a document to tokenise; without one, the end of that document."""
+    """A piece of a document to tokenize, or the end of the document if `piece` is None."""
 
     document: Document
     piece: Piece | None = None
@@ -64,7 +64,7 @@ class RowMaker:
         self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
 
     def write(self, part: Part, file: BinaryIO, watch: Callable[[Outcome], None]) -> Outcome:
-        """Write the rows of a part to `file`, its documents in order, whatever the number of workers."""
+        """Write the rows of a part to `file`; the result does not depend on the number of workers."""
         outcome = Outcome()
         rows = RowWriter(file, self.length)
         with ThreadPoolExecutor(self.workers) as cores:
@@ -95,7 +95,7 @@ class RowMaker:
             yield WorkItem(document, skipped=skipped)
 
     def _checked(self, document: Document, outcome: Outcome) -> Iterator[str]:
-        """The text, if it may be long enough: most of the web is not, and need not be tokenised to know."""
+        """The text, if it may be long enough: documents with too few bytes are skipped without tokenizing."""
         size, held = 0, []
         for chunk in document.chunks:
             if "\0" in chunk:
@@ -109,7 +109,7 @@ class RowMaker:
             document.split = document.split or self._split(chunk)
             held.append(chunk)
             most = self.tokenizer.most_tokens(size)
-            # Against the longest so far as well, so that the longest is known even if all are too short.
+            # Also compared with the longest so far, to report the longest even if all are too short.
             if most is None or most > min(self.length, outcome.longest):
                 yield "".join(held)
                 held.clear()
@@ -130,7 +130,7 @@ class RowMaker:
 
 
 class RowWriter:
-    """Cuts the tokens of one document after another into rows; a document can be forgotten until it is finished."""
+    """Cuts documents into rows; a document can be taken back until it is finished."""
 
     def __init__(self, file: BinaryIO, length: int):
         self.file = file
@@ -156,7 +156,7 @@ class RowWriter:
             self.held, self.waiting = [joined[whole:]], len(joined) - whole
 
     def finish(self) -> tuple[int, int]:
-        """The document's tokens and rows; the tokens after its last whole row are dropped."""
+        """The document's numbers of tokens and rows; tokens after the last full row are dropped."""
         tokens = self.tokens
         self._begin()
         return tokens, tokens // self.length
@@ -170,7 +170,7 @@ class RowWriter:
 
 
 def _batches(items: Iterable[WorkItem]) -> Iterator[list[WorkItem]]:
-    """Short documents together, so that handing work to a core costs little beside the work."""
+    """Group short documents, so that handing work to a thread costs little compared with the work."""
     batch: list[WorkItem] = []
     size = 0
     for item in items:
@@ -186,7 +186,7 @@ def _batches(items: Iterable[WorkItem]) -> Iterator[list[WorkItem]]:
 def _in_order(
     cores: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int
 ) -> Iterator[Result]:
-    """`map` on all cores, in order, with at most `ahead` items in memory."""
+    """`map` on all cores, in order, with at most `ahead` items in flight."""
     begun: deque[Future[Result]] = deque()
     for item in items:
         begun.append(cores.submit(function, item))

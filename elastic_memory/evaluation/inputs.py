@@ -1,4 +1,4 @@
-"""Rows of tokens as models read them: any kind of row, some of many, several at a time."""
+"""Rows of tokens as inputs: rows of any kind, a subset of rows, batches."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ def token_ids(row: Any) -> Int[Tensor, " token"]:
 
 
 def document_of(rows: Any, index: int) -> str:
-    """The document that row `index` was cut from; rows that do not say are documents of their own."""
+    """The document of row `index`; without that information every row is its own document."""
     return str(rows.document(index) if hasattr(rows, "document") else index)
 
 
 class Spread(Sequence[Any]):
-    """`count` rows out of many, evenly spread, so that they come from as many documents as possible."""
+    """`count` of many rows, evenly spread, so that they come from as many documents as possible."""
 
     def __init__(self, rows: Any, count: int):
         self.rows = rows
@@ -34,12 +34,12 @@ class Spread(Sequence[Any]):
         return self.rows[self.indices[index]]
 
     def document(self, index: int) -> str:
-        """The document that a row was cut from."""
+        """The document of a row."""
         return document_of(self.rows, self.indices[index])
 
 
 def batches(rows: Sequence[Any], size: int, done: Container[int]) -> Iterator[tuple[list[int], Tensor]]:
-    """Up to `size` neighbouring rows of equal length at a time, leaving out those already done."""
+    """Up to `size` consecutive rows of equal length at a time, without those already done."""
     indices: list[int] = []
     held: list[Tensor] = []
     for index in (i for i in range(len(rows)) if i not in done):

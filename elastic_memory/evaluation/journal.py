@@ -13,10 +13,9 @@ Advance = Callable[[int], None]  # is told how many more rows are done
 
 
 class Journal:
-    """The records of finished rows, one JSON line each, in a file of these settings alone.
+    """The records of finished rows, one JSON line each, in a file named after the settings.
 
-    An interrupted evaluation reads it and goes on after the last complete line. Without a folder it only
-    remembers.
+    An interrupted evaluation resumes after the last complete line. Without a folder nothing is written.
     """
 
     def __init__(self, folder: Path | None = None, **settings: Any):
@@ -25,12 +24,12 @@ class Journal:
         self.done: dict[int, RowRecord] = {}
         if self.path and self.path.exists():
             lines = self.path.read_bytes().split(b"\n")
-            # What follows the last line end is a line that was being written when the process died.
+            # Text after the last newline is a line that was cut off.
             self.done = {record["row"]: record for record in map(json.loads, lines[:-1])}
             self.path.write_bytes(b"".join(line + b"\n" for line in lines[:-1]))
 
     def add(self, record: RowRecord) -> None:
-        """Remember a finished row."""
+        """Add a finished row."""
         self.done[record["row"]] = record
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,9 +54,9 @@ def by_document(records: Iterable[tuple[str, float, int]]) -> dict[str, list[flo
 def bootstrap(
     losses: Sequence[float], counts: Sequence[int], documents: Sequence[str], draws: int = 1000
 ) -> tuple[float, float] | None:
-    """The central 95% of exp(mean loss) when whole documents are drawn with replacement.
+    """The 95% bootstrap interval of exp(mean loss) over documents; None for fewer than two.
 
-    Rows of one document are not independent, documents are. Fewer than two documents say nothing: None.
+    Rows of one document are not independent, documents are.
     """
     names = {name: i for i, name in enumerate(dict.fromkeys(documents))}
     index = [names[name] for name in documents]

@@ -1,4 +1,4 @@
-"""LongPPL: the perplexity of those tokens for which a long context matters (arXiv 2410.23771).
+"""LongPPL: perplexity on the tokens for which a long context matters (arXiv 2410.23771).
 
 A reference model reads each text twice, with all of it and with a truncated context. A token is a key token if the
 long context makes it likelier by more than `alpha` nats and likely enough at all (log-probability above `beta`).
@@ -28,12 +28,12 @@ from elastic_memory.evaluation.spans import Span, encode, inside, locate, merge
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.fingerprint import weights_hash
 
-FEW_KEY_TOKENS = 500  # with fewer key tokens the value says little, and is shown with a warning
+FEW_KEY_TOKENS = 500  # a value from fewer key tokens is shown with a warning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What makes a token a key token; the defaults are the released ones."""
+    """What makes a token a key token; the defaults are those of the release."""
 
     trunc_len: int = TRUNC_LEN
     sliding_window: int = SLIDING_WINDOW
@@ -101,11 +101,10 @@ def longppl(
 ) -> LongPerplexity:
     """LongPPL of any Hugging Face causal language model, key tokens found by any other one.
 
-    `texts` are strings, or rows of token ids, which are evaluated as they are, never tokenised again. A
-    `reference` with a `reference_tokenizer` of its own reads the text, and key tokens are matched by characters; one
-    without reads the same tokens as the model, and then `tokenizer` is needed for strings only. A folder given as
-    `cache` keeps the key tokens found, for this reference and these settings; `streamed` keeps the losses of rows that
-    another metric has read already.
+    `texts` are strings, or rows of token ids, which are never tokenized again. With a `reference_tokenizer` the
+    reference reads the text, and key tokens are matched by characters. Without one it reads the same tokens as the
+    model, and `tokenizer` is needed only for strings. The folder `cache` keeps key tokens for later calls with the same
+    reference and settings; `streamed` has the losses of rows that another metric has already read.
     """
     settings = Settings(trunc_len=trunc_len, sliding_window=sliding_window, alpha=alpha, beta=beta)
     if isinstance(reference, str):
@@ -115,7 +114,7 @@ def longppl(
     journal = journal or Journal()
     advance(len(journal.done))
     if reference_tokenizer is None and not any(isinstance(text, str) for text in texts):
-        # Known before hours of work.
+        # Fail before hours of work.
         _check_length(max((len(token_ids(text)) for text in texts), default=0), settings)
     for index in (i for i in range(len(texts)) if i not in journal.done):
         ids, keys = finder.find(tokenizer, texts[index])
@@ -125,23 +124,23 @@ def longppl(
     return _summary(journal.records(), settings, finder.identity)
 
 
-@lru_cache(maxsize=1)  # every set of conditions asks again
+@lru_cache(maxsize=1)  # called for every set of conditions
 def load_reference(path: str) -> tuple[Model, Tokenizer | None]:
-    """A reference model, and the tokenizer that lies beside it."""
+    """A reference model, and the tokenizer in its folder."""
     return load_model(path), tokenizer_of(path)
 
 
 class KeyTokens:
-    """Finds the key tokens of texts by a reference model, and keeps their positions on disk, without the text."""
+    """Finds the key tokens of texts with a reference model, and keeps their positions on disk."""
 
     def __init__(self, reference: Model, tokenizer: Any, settings: Settings, folder: Path | None):
         self.reference, self.tokenizer, self.settings, self.folder = reference, tokenizer, settings, folder
         self.name = _name(getattr(reference, "name_or_path", "") or type(reference).__name__)
         self.identity = {"reference": self.name, "weights": weights_hash(reference), "precision": _precision(reference)}
-        self.length = 0  # reference tokens of the text seen last
+        self.length = 0  # reference tokens of the latest text
 
     def find(self, tokenizer: Any, text: Any) -> tuple[Int[Tensor, " token"], list[int]]:
-        """Tokens of the evaluated model, and which of them are key; the first has no prediction of its own."""
+        """Tokens of the evaluated model, and positions of the key tokens; the first token has no prediction."""
         if isinstance(text, str):
             _need(tokenizer, "texts given as strings")
             listed, spans = encode(tokenizer, text, special=False)
@@ -161,7 +160,7 @@ class KeyTokens:
         keys = [i for i in self._computed(tokenizer, ids, text, spans) if i > 0]
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # several processes may find the same key tokens at once: each writes a file of its own first
+            # several processes may find the same key tokens at once: each writes its own file first
             own = path.with_name(f".{path.name}.{os.getpid()}")
             own.write_text(json.dumps({**identity, "reference_tokens": self.length, "keys": keys}))
             own.replace(path)
@@ -177,11 +176,11 @@ class KeyTokens:
         return inside(spans, marked)
 
     def _positions(self, ids: Int[Tensor, " token"]) -> list[int]:
-        """Key tokens among the reference's own; none lies behind the last position that it was trained for."""
+        """Key tokens among the reference's tokens, up to the last position that it was trained for."""
         self.length = len(ids)
         if self.length and int(ids.max()) >= self.reference.config.vocab_size:
             raise ValueError(
-                f"token id {int(ids.max())} is unknown to the reference {self.name} (vocabulary of "
+                f"token id {int(ids.max())} is outside the vocabulary of the reference {self.name} (size "
                 f"{self.reference.config.vocab_size}): pass its own reference_tokenizer"
             )
         limit = None if has_blocks(self.reference) else getattr(self.reference.config, "max_position_embeddings", None)
@@ -189,13 +188,13 @@ class KeyTokens:
 
 
 def reference_for(path: str, tokenizer: Tokenizer | None) -> tuple[Model, Any]:
-    """A reference, and its own tokenizer; None if that is `tokenizer`, the rows': it then reads their very tokens."""
+    """A reference, and its tokenizer; None if that equals `tokenizer`: it then reads the same tokens."""
     model, own = load_reference(path)
     return model, None if own is None or (tokenizer and own.sha256 == tokenizer.sha256) else transformers_tokenizer(own)
 
 
 def key_tokens(reference: str, tokenizer: Tokenizer, texts: Sequence[Any], settings: Settings, cache: Path) -> None:
-    """Find the key tokens of rows ahead of time and keep them in `cache`, where `longppl` will look for them."""
+    """Find the key tokens of rows in advance and keep them in `cache` for `longppl`."""
     model, own = reference_for(reference, tokenizer)
     finder = KeyTokens(model, own, settings, cache)
     device = next(finder.reference.parameters()).device.type
@@ -213,7 +212,7 @@ def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settin
     keep, step = settings.trunc_len, settings.sliding_window
     if len(ids) <= keep:
         return []
-    # Streaming only needs pieces that fit in memory; their size does not change the losses.
+    # The size of the pieces does not change the losses, only the memory needed.
     full = streamed_losses(reference, ids[None], block_size_of(reference))[0]
     found: list[bool] = []
     whole = (len(ids) - keep) // step
@@ -221,7 +220,7 @@ def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settin
     for windows in (*stacked, ids[None, whole * step :]):
         scored = windows.shape[1] - keep
         if scored == 0:
-            break  # the whole windows have left nothing over
+            break  # the full windows cover everything
         first = keep + len(found)
         short = last_losses(reference, windows, scored).flatten()
         long = full[first - 1 : first - 1 + len(short)]
@@ -230,12 +229,12 @@ def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settin
 
 
 def _together(reference: Model, scored: int) -> int:
-    """Windows of one call, so that their logits stay below 2 GiB in float32."""
+    """Windows per call, so that their float32 logits stay below 2 GiB."""
     return max(1, 2**29 // (scored * reference.config.vocab_size))
 
 
 def transformers_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer of transformers inside one of `elastic_memory.data`, or what came."""
+    """The transformers tokenizer inside one of `elastic_memory.data`; others are returned as they are."""
     return getattr(tokenizer, "tokenizer", tokenizer)
 
 
@@ -246,7 +245,7 @@ def _precision(model: Model) -> str:
 
 
 def _name(origin: str) -> str:
-    """A model by the name of its run, of its folder or file, or on the hub."""
+    """The name of a model: its run, folder, file, or name on the hub."""
     path = Path(origin).resolve()
     if not path.exists():
         return origin

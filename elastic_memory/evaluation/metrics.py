@@ -1,4 +1,4 @@
-"""A model, the conditions it is evaluated under, and every metric by its name."""
+"""An evaluation: model, rows, conditions, and the metrics by name."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ from elastic_memory.streaming.fingerprint import fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What differs from the model as it was trained: how memory is read, and what becomes of the local context."""
+    """What differs from the model as trained: how memory is read, and how local context is corrupted."""
 
     sampling: str | None = None
     points: int | None = None
@@ -34,7 +34,7 @@ class Conditions:
     seed: int = 0
 
     def apply(self, model: Model) -> AbstractContextManager[None]:
-        """Set the retrieval for good; the corruption lasts as long as the context that is returned."""
+        """Set the retrieval permanently; corruption lasts as long as the returned context."""
         changes = {name: getattr(self, name) for name in ("sampling", "points", "order")}
         changes = {name: value for name, value in changes.items() if value is not None}
         if changes and not has_blocks(model):
@@ -44,7 +44,7 @@ class Conditions:
         return corrupted(model, self.corrupt, self.corrupt_layers, self.seed) if self.corrupt else nullcontext()
 
     def describe(self) -> list[str]:
-        """For the protocol string: only what is not as trained."""
+        """For the protocol string: only what differs from training."""
         words = [f"{name}={getattr(self, name)}" for name in ("sampling", "points", "order") if getattr(self, name)]
         return words + ([f"corrupt={self.corrupt:g} in {self.corrupt_layers} layers"] if self.corrupt else [])
 
@@ -74,7 +74,7 @@ class Evaluation:
         return Streamed(self.model)
 
     def journal(self, metric: str) -> Journal:
-        """Where finished rows of a metric are kept: in a file that only the same evaluation will find."""
+        """The journal of a metric, in a file that only the same evaluation finds."""
         same = {"model": fingerprint(self.model), "conditions": asdict(self.conditions), "rows": len(self.rows)}
         return Journal(self.partial, metric=metric, **same, **self.identity)
 
@@ -149,7 +149,7 @@ def _recall(evaluation: Evaluation, advance: Advance) -> Any:
 
 
 def work(evaluation: Evaluation, metric: str) -> int:
-    """How many times a metric calls `advance`, each time by one."""
+    """How far a metric calls `advance` in total."""
     if metric == "recall":
         return len(TASKS) * (evaluation.recall_steps + len(DISTANCES))
     return len(evaluation.rows) * (len(evaluation.protocols) if metric == "ppl" else 1)
@@ -183,5 +183,5 @@ def evaluate(
 def _orders(model: Model) -> Sequence[int]:
     own = getattr(model.config, "memory_order", None)
     if own is None:
-        raise ValueError(f"{type(model).__name__} has no memory order of its own: say which orders to reconstruct from")
+        raise ValueError(f"{type(model).__name__} has no memory order: say which orders to reconstruct from")
     return [own]

@@ -1,4 +1,4 @@
-"""An evaluation as its user sees it: bars while it runs, and a record of everything the numbers depend on."""
+"""Run an evaluation with progress bars, and record everything that its numbers depend on."""
 
 import dataclasses
 import sys
@@ -19,7 +19,7 @@ from elastic_memory.evaluation.metrics import METRICS, Evaluation, evaluate, wor
 
 
 def with_progress(evaluation: Evaluation, metrics: Sequence[str]) -> dict[str, Any]:
-    """Each metric's result by name; on standard error a bar for each, or in a log a line a minute."""
+    """Each metric's result by name; shows a bar per metric, or one line per minute in a log."""
     console = Console(stderr=True)
     totals = {name: work(evaluation, name) for name in metrics if name in METRICS}
     if not console.is_terminal:
@@ -83,5 +83,5 @@ def _plain(result: Any) -> Any:
         return {key: _plain(value) for key, value in result.items()}
     if isinstance(result, list):
         return [_plain(value) for value in result]
-    # Positions of key tokens lie in the folder of keys.
+    # Positions of key tokens are in the folder of keys.
     return {key: value for key, value in dataclasses.asdict(result).items() if key != "keys"}

@@ -1,4 +1,4 @@
-"""When to save and stop, and what the user sees meanwhile."""
+"""When to save, when to stop, and the progress bar."""
 
 import gc
 import sys
@@ -18,7 +18,7 @@ console = Console(stderr=True, soft_wrap=True)
 
 
 class SaveAndStop(TrainerCallback):
-    """Saves every `save_every` steps, at the end and when interrupted; never in the middle of failing steps."""
+    """Saves every `save_every` steps, at the end and when interrupted; never between bad steps."""
 
     def __init__(self, recipe: Recipe, interrupts: Interrupts, watch: Watch) -> None:
         self.every, self.interrupts, self.watch = recipe.execution.save_every, interrupts, watch
@@ -27,7 +27,7 @@ class SaveAndStop(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
-        """Decide after each step; all processes decide alike."""
+        """Decide after each step; all processes decide the same."""
         last = state.global_step >= state.max_steps
         self.due = self.due or state.global_step % self.every == 0
         control.should_save = self.interrupts.agreed or last or (self.due and not self.watch.bad_in_a_row)
@@ -36,7 +36,7 @@ class SaveAndStop(TrainerCallback):
             self.due = False
             gc.collect()
         if gc.isenabled():
-            # the collector's pauses are longer than a step; what a step makes is freed by reference counts
+            # garbage collection takes longer than a step; reference counts free what a step allocates
             gc.collect()
             gc.freeze()
             gc.disable()
@@ -44,7 +44,7 @@ class SaveAndStop(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """Loss, speed and time left: a bar on a terminal, a line a minute in a log."""
+    """Loss, speed and time left: a bar on a terminal, one line per minute in a log."""
 
     def __init__(self, run: Run, steps: int) -> None:
         self.name, self.steps = run.folder.name, steps

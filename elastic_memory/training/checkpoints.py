@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or absent, and that prove it.
+"""Checkpoints that are complete or absent, and verified on loading.
 
-A checkpoint is written to a hidden folder, sealed with a manifest of sizes and SHA-256 sums, forced to
-the disk and renamed. On the way back every file is checked; a damaged checkpoint is passed over for the one before it.
+A checkpoint is written to a hidden folder, gets a manifest of sizes and SHA-256 sums, is flushed to disk and renamed.
+On loading every file is verified; if one is damaged, the checkpoint before it is used.
 """
 
 import shutil
@@ -19,7 +19,7 @@ TRAINER_STATE = "trainer_state.json"
 
 @dataclass(frozen=True)
 class Found:
-    """What a search for the newest checkpoint came to: its step (0: none), why not a newer one, what it lacks."""
+    """The newest usable checkpoint: its step (0: none), why newer ones were rejected, which state it lacks."""
 
     step: int
     rejected: dict[int, str]
@@ -27,7 +27,7 @@ class Found:
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of a step lives."""
+    """The folder of a step's checkpoint."""
     return checkpoints / f"step-{step:08d}"
 
 
@@ -38,7 +38,7 @@ def steps(checkpoints: Path) -> list[int]:
 
 @contextmanager
 def saving(staged: Path) -> Iterator[Path]:
-    """A hidden folder to write into; it disappears again if writing fails."""
+    """A hidden folder to write into; removed if writing fails."""
     try:
         yield staged
     except BaseException:
@@ -47,17 +47,17 @@ def saving(staged: Path) -> Iterator[Path]:
 
 
 def seal(staged: Path, checkpoints: Path, run: str, step: int) -> None:
-    """Add the manifest, force everything to the disk, and give the checkpoint its name."""
+    """Add the manifest, flush everything to disk, and give the checkpoint its name."""
     write_manifest(staged, run, step)
-    if step in steps(checkpoints):  # a damaged one, passed over when the run was resumed
+    if step in steps(checkpoints):  # a damaged one, rejected when the run was resumed
         discard(checkpoints, step)
     publish(staged, folder_of(checkpoints, step))
 
 
 def newest(checkpoints: Path, run: str | None = None, before: int | None = None, weights_only: bool = False) -> Found:
-    """The newest checkpoint of a run that verifies (of a step below `before`), and why newer ones were passed over.
+    """The newest checkpoint of a run that verifies (with a step below `before`), and why newer ones do not.
 
-    One whose training state was removed is not passed over: `IncompleteError` is raised unless `weights_only`.
+    If it lacks its training state, `IncompleteError` is raised unless `weights_only`.
     """
     rejected: dict[int, str] = {}
     for step in reversed(steps(checkpoints)):
@@ -77,19 +77,19 @@ def newest(checkpoints: Path, run: str | None = None, before: int | None = None,
 
 
 def prune(checkpoints: Path, keep: int, saved: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to the one just saved; later ones were passed over as damaged."""
+    """Keep only the newest `keep` checkpoints up to the one just saved; later ones are damaged, and stay."""
     for step in [step for step in steps(checkpoints) if step <= saved][:-keep]:
         discard(checkpoints, step)
 
 
 def discard(checkpoints: Path, step: int) -> None:
-    """Remove a checkpoint; interrupted half-way, what is left no longer looks like one."""
+    """Remove a checkpoint; if interrupted, the rest no longer looks like a checkpoint."""
     doomed = checkpoints / f".discarded-{step}"
     folder_of(checkpoints, step).rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def sweep(checkpoints: Path) -> None:
-    """Remove what interrupted saves and removals left behind."""
+    """Remove leftovers of interrupted saves and removals."""
     for path in checkpoints.glob(".*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,6 @@
 """What to train, and how: models of pydantic filled from YAML. A `Recipe` is all of a run but its data.
 
-A file may name a `base:` file beside it, whose keys it overrides, and a `grid:` of variants
-(`variants`). Unknown keys are errors.
+A file may name a `base:` file in its folder, whose keys it overrides, and a `grid:` of variants (`variants`).
 """
 
 import hashlib
@@ -155,9 +154,9 @@ class Recipe(Section):
         return self.model_dump()
 
     def digest(self, data: str = "") -> str:
-        """Ten hex digits that name what is trained: model, training, stability and the data's hash.
+        """Ten hex digits that identify what is trained: model, training, stability and the data's hash.
 
-        What is not set does not count, so that a key added later does not rename earlier runs.
+        Keys that are None do not count, so that a key added later does not rename earlier runs.
         """
         sections = {key: self.to_dict()[key] for key in ("model", "training", "stability")}
         what = {key: {k: v for k, v in section.items() if v is not None} for key, section in sections.items()}
@@ -193,7 +192,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def find_recipe(path: str | Path) -> Path:
-    """A file, or a recipe of the package such as `smoke/elastic`."""
+    """The path of a recipe file, or of a recipe of the package such as `smoke/elastic`."""
     packaged = RECIPES / f"{path}.yaml"
     if Path(path).is_file() or not packaged.is_file() or RECIPES not in packaged.resolve().parents:
         return Path(path)
@@ -201,7 +200,7 @@ def find_recipe(path: str | Path) -> Path:
 
 
 def variants(path: str | Path) -> list[Recipe]:
-    """Every model a recipe file stands for: the products of the entries of its `grid:`, or the recipe alone."""
+    """All recipes of a file: every combination of values in each entry of its `grid:`, or the recipe alone."""
     path = find_recipe(path)
     tree, grid = _read(path)
     recipes = []
@@ -221,14 +220,14 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         packaged = [file.relative_to(RECIPES).with_suffix("").as_posix() for file in sorted(RECIPES.glob("*/*.yaml"))]
         known = [name for name in packaged if not name.endswith("/base") and not name.startswith("launch/")]
         raise FileNotFoundError(
-            f"no recipe {path}: no such file, nor a recipe of the package; {suggest(str(path), known)}"
+            f"no recipe {path}: neither a file nor a recipe of the package; {suggest(str(path), known)}"
         )
     tree = read_yaml(path.read_text(encoding="utf-8", errors="replace"), path.name)
     if not isinstance(tree, dict):
-        raise ValueError(f"{path.name}: a recipe is a mapping of sections, this is a {type(tree).__name__}")
+        raise ValueError(f"{path.name}: a recipe is a mapping of sections, not a {type(tree).__name__}")
     base, grid = tree.pop("base", None), tree.pop("grid", [])
     if not isinstance(grid, list) or not all(isinstance(entry, dict) for entry in grid):
-        raise ValueError(f"{path.name}: grid: a list of mappings from keys to values was expected")
+        raise ValueError(f"{path.name}: grid: expected a list of mappings from keys to values")
     if base is not None:
         if Path(str(base)).name != base or base == path.name:
             raise ValueError(f"{path.name}: base: {base!r}, expected another file of the same folder")

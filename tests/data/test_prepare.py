@@ -162,7 +162,7 @@ def test_another_preparation_in_the_same_folder_is_refused_by_what_differs(corpu
             ({"tokenizer": tokenizer_folders["byte-level"]}, "tokenizer was bytes, now byte-level; tokenizer_sha256"),
             ({"shares": (0.5, 0.5, 0.0)}, r"shares was \[0.9, 0.05, 0.05\], now \[0.5"),
         ]:
-            with pytest.raises(ValueError, match=f"holds another preparation .*{message}"):
+            with pytest.raises(ValueError, match=f"was prepared with other settings .*{message}"):
                 prepare(corpus, folder, **({"tokenizer": "bytes", "length": 100} | changed))
     write_lines(corpus / "more.jsonl", {"x": "y"})
     with pytest.raises(ValueError, match="corpus_sha256 was"):
@@ -250,7 +250,7 @@ def test_large_vocabularies_get_wider_ids(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"length": 1}, "a length of 1"),
+        ({"length": 1}, "length 1"),
         ({"shares": (0.5, 0.1, 0.1)}, "add up to 1"),
         ({"shares": (1.5, -0.5, 0.0)}, "add up to 1"),
         ({"shard": (3, 3)}, "shard 3/3"),
@@ -325,7 +325,7 @@ def test_a_full_disk_is_one_line_and_the_next_run_continues(corpus, tmp_path):
     command = ["prepare", str(corpus), "--tokenizer", "bytes", "--length", "100", "--out", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", limited, *command], capture_output=True, text=True)
     assert done.returncode == 2
-    assert re.search(r"^elastic: no space left for .*continues where it stopped$", done.stderr, re.MULTILINE)
+    assert re.search(r"^elastic: no space left for .*repeat the command to resume$", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr
     left = [path.name for path in (tmp_path / "out").rglob("*")]
     assert "manifest.json" not in left

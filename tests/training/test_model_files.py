@@ -61,9 +61,9 @@ def integers(tensors):
 @pytest.mark.parametrize(
     ("action", "complaint"),
     [
-        (drop_layer, r"weights are missing: model\.layers\.1\."),
-        (rename, r"weights are missing: model\.norm\.weight"),
-        (add, r"no weights of it: model\.layers\.7\.mlp"),
+        (drop_layer, r"missing weights: model\.layers\.1\."),
+        (rename, r"missing weights: model\.norm\.weight"),
+        (add, r"unexpected tensors: model\.layers\.7\.mlp"),
         (integers, r"model\.norm\.weight has type I32"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What reviewers asked for: is something said many blocks ago still known? Accuracy by distance."""
+"""Not in the paper: how far back a model remembers what it was told, as accuracy by distance."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from elastic_memory.memory import MEMORIES
 from elastic_memory.report.tables import Table
 
 GROWN = 8
-TRAINED = 9  # blocks: a distance of 8, so that half of the distances lie beyond what was trained
+TRAINED = 9  # blocks, a distance of 8: nearly half of the tested distances are longer
 TWO_MODELS = {"Transformer++": {"memory": "none"}, "Elastic, uniform": {"memory": "elastic", "sampling": "uniform"}}
 ALL_MODELS = TWO_MODELS | {
     "Elastic, exponential": {"memory": "elastic", "sampling": "exponential"},
@@ -39,7 +39,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def run(tier: str, out: Path) -> Table:
-    """Train a model for every row and task, and ask it at distances up to eight times what it was trained for."""
+    """Train a model for every row and task, and test it at up to eight times the distances of training."""
     plan, device = PLANS[tier], "cuda" if torch.cuda.is_available() else "cpu"
     records, lines = [], []
     for task in plan["tasks"]:
@@ -65,7 +65,7 @@ def run(tier: str, out: Path) -> Table:
 
 
 def _readings(model: Any, row: str, memory: str) -> Iterator[str]:
-    """As trained; and, where order and points are free, with both grown as far as the distances go beyond training."""
+    """As trained; and, if order and points can be changed, with both multiplied by `GROWN`."""
     yield row
     if MEMORIES[memory].has_option("points"):
         config = model.config
