@@ -1,6 +1,7 @@
 """The command `elastic`: one function of `elastic_memory.commands` per subcommand, imported when it is called."""
 
 import importlib
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -46,7 +47,7 @@ class LazyGroup(TyperGroup):
         if isinstance(function, typer.Typer):  # has subcommands of its own
             return name, typer.main.get_command(function), rest
         one = typer.Typer(add_completion=False)
-        one.command(name, cls=Command, help=function.__doc__)(function)
+        one.command(name, cls=Command, help=_paragraphs(function.__doc__))(function)
         return name, typer.main.get_command(one), rest
 
 
@@ -55,13 +56,19 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Elastic Memory.",
+    help="Elastic Memory: a fixed-size memory for Llama. `elastic COMMAND --help` explains each command.",
 )
 
 
 @app.callback()
 def _root() -> None:
-    """Elastic Memory: a fixed-size memory for Llama. `elastic COMMAND --help` explains each command."""
+    pass
+
+
+def _paragraphs(text: str) -> str:
+    """A docstring with each paragraph on one line, for terminals of any width."""
+    parts = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else " ".join(part.split()) for part in parts)
 
 
 EXPECTED = (ValueError, OSError, KeyError, RecursionError)

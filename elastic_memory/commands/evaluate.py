@@ -36,7 +36,7 @@ SlidingWindow = Annotated[
     int | None,
     typer.Option(help=f"LongPPL: tokens between two short contexts (default {SLIDING_WINDOW}, at most length/32)."),
 ]
-Alpha = Annotated[float, typer.Option(help="LongPPL: how many nats a key token gains by the long context, at least.")]
+Alpha = Annotated[float, typer.Option(help="LongPPL: the least gain of a key token from the long context, in nats.")]
 Beta = Annotated[float, typer.Option(help="LongPPL: the least log-probability of a key token.")]
 Keys = Annotated[Path | None, typer.Option(help="LongPPL: folder in which key tokens are kept for the next call.")]
 Orders = Annotated[list[int] | None, typer.Option("--reconstruct", help="Reconstruction: orders; repeatable.")]
