@@ -1,4 +1,4 @@
-"""Write the tables of `results/`, the ledger, and the results of README and docs, from the records in the repository.
+"""Write the tables of `results/`, the ledger, and the results in README and docs, from the records in `results/runs`.
 
 python scripts/results.py        # in the root of the repository
 """
@@ -6,6 +6,7 @@ python scripts/results.py        # in the root of the repository
 import statistics
 from pathlib import Path
 
+from elastic_memory.common.strict import read_json
 from elastic_memory.report import plots
 from elastic_memory.report.catalogue import insert
 from elastic_memory.report.speed import headline, training
@@ -15,7 +16,6 @@ from elastic_memory.reproduction.lab import Lab
 from elastic_memory.reproduction.tables import experiments
 from elastic_memory.training.plan import make_plan, measurements
 from elastic_memory.training.recipe import RECIPES, variants
-from elastic_memory.training.strict import read_json
 
 INDEX = """\
 # Results
@@ -36,14 +36,14 @@ signals in this folder come from measurements of their own.
 
 
 def overview(root: Path) -> str:
-    """The README's results: the main table, how the paper's claims fared, recall and speed."""
+    """The README's results: main table, claims, recall and speed."""
     main, claims = ((root / "results" / f"{name}.md").read_text() for name in ("main-small", "claims-small"))
     picture = "![What memory gains in each block](results/gain-by-block-small.png)\n"
-    return "\n".join([gains(root), picture, main, claims, recall(root), headline(root), training(root)])
+    return "\n".join([gains(root), picture, main, claims, recall_table(root), headline(root), training(root)])
 
 
 def gains(root: Path) -> str:
-    """What each model's memory is worth on proofs, in a sentence."""
+    """One sentence: the gain from memory of each model on proofs."""
     found = {}
     for entry in read_json(root / "results" / "main-small.json")["cells"]:
         runs = [run["measured"]["ppl"]["gain"] for run in entry["runs"] if "gain" in run["measured"].get("ppl", {})]
@@ -59,13 +59,13 @@ def gains(root: Path) -> str:
     )
 
 
-def recall(root: Path) -> str:
-    """What `elastic reproduce recall` wrote."""
+def recall_table(root: Path) -> str:
+    """The table of `elastic reproduce recall`."""
     return (root / "results" / "recall.md").read_text()
 
 
 def plan(root: Path) -> str:
-    """What the paper's runs would take on eight H200, from the runs in `results/`."""
+    """Time and cost of the paper's runs on eight H200, estimated from the runs in `results/`."""
     devices, price, rows = 8, 2.5, []
     measured = measurements(root / "results")
     for path in sorted((RECIPES / "paper").glob("*.yaml")):
@@ -85,7 +85,7 @@ def plan(root: Path) -> str:
 
 
 def pictures(root: Path) -> None:
-    """PPL by block, and what memory gains in each block, of the main table's models on proofs."""
+    """Plots for the main table's models on proofs: PPL by block, and the gain from memory by block."""
     results, ppl, gain = root / "results", {}, {}
     for entry in read_json(results / "main-small.json")["cells"]:
         for run in entry["runs"][:1] if entry["column"] == "{proofs} PPL" else []:
@@ -103,14 +103,14 @@ def pictures(root: Path) -> None:
 
 
 def index(root: Path) -> str:
-    """`results/README.md`: what lies here, and all tables."""
+    """`results/README.md`: an introduction and all tables."""
     names = [f"{name}-small" for name in experiments()] + ["claims-small"]
     tables = "\n".join((root / "results" / f"{name}.md").read_text() for name in names)
     return INDEX + "\n" + tables
 
 
 def write(root: Path) -> None:
-    """Bring tables, ledger and pages up to date with the records."""
+    """Update tables, ledger and pages from the records."""
     lab = Lab("small", root / "results")
     for experiment in experiments().values():
         experiment.write(lab)

@@ -99,8 +99,8 @@ def test_no_text_becomes_markup(tmp_path_factory, text):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.json", "{", "a.json: not readable as JSON"),
-        ("a.json", '{"metrics": {"ppl": {"P0": {"ppl": NaN}}}}', "a.json: not readable as JSON"),
+        ("a.json", "{", "a.json: not valid JSON"),
+        ("a.json", '{"metrics": {"ppl": {"P0": {"ppl": NaN}}}}', "a.json: not valid JSON"),
         ("a.json", {"metrics": {}}, "a.json: not an evaluation"),
         ("a.json", {"checkpoint": "c", "metrics": {"ppl": [1]}}, "a.json: not an evaluation"),
         ("a.json", {"checkpoint": "c", "metrics": {"longppl": 3}}, "a.json: not an evaluation"),
@@ -108,7 +108,7 @@ def test_no_text_becomes_markup(tmp_path_factory, text):
         ("a.json", evaluation("c", [1]) | {"checkpoint": None}, "a.json: not an evaluation"),
         ("a.md", "**T**\n\n| a | b |\n| --- | --- |\n| 1 |\n", "a.md: 2 columns, but a row has 1"),
         ("a.png", "GIF89a", "a.png: not a PNG"),
-        ("metrics.jsonl", '{"tokens": 1, "loss": 2}\n{"tok\n', "metrics.jsonl line 2: not readable as JSON"),
+        ("metrics.jsonl", '{"tokens": 1, "loss": 2}\n{"tok\n', "metrics.jsonl line 2: not valid JSON"),
         ("metrics.jsonl", '{"step": 1}\n', "metrics.jsonl line 1: a step has `tokens` and `loss`"),
         ("metrics.jsonl", '{"tokens": 1, "loss": "low"}\n', "metrics.jsonl line 1: a step has `tokens` and `loss`"),
         ("notes.txt", "nothing of ours", "holds no results: expected tables"),

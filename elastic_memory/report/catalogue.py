@@ -1,4 +1,4 @@
-"""The catalogue of memories, written from the registry and from models that are really built.
+"""The catalogue of memories, from the registry and from models built for it.
 
 python -m elastic_memory.report.catalogue        # in the root of the repository: docs/catalogue.md and the README
 """
@@ -35,7 +35,7 @@ that were read apart can be joined into the memory of the whole.
 
 
 def facts(name: str, multiple: int = 1) -> dict[str, Any] | None:
-    """What a model of the paper's size says of its memory; None if the mechanism has no such multiple."""
+    """Counts of a model of the paper's size; None if the memory has no such multiple."""
     try:
         config = MemoryLlamaConfig.preset(SIZE, memory=name, memory_multiple=multiple)
     except ValueError:
@@ -55,7 +55,7 @@ def facts(name: str, multiple: int = 1) -> dict[str, Any] | None:
 
 
 def overview() -> str:
-    """One line per mechanism."""
+    """The table of all memories."""
     rows = []
     for name in MEMORIES:
         known = facts(name)
@@ -104,7 +104,7 @@ def _section(name: str, kind: type[Memory]) -> str:
 
 
 def options(kind: type[Memory]) -> Iterable[str]:
-    """A mechanism's options and their defaults."""
+    """A memory's options and their defaults."""
     for option in inspect.signature(kind.__init__).parameters.values():
         if option.name not in ("self", "geometry", "detach_every"):
             yield f"`{option.name}={option.default!r}`"
@@ -127,7 +127,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write(root: Path) -> None:
-    """Bring docs/catalogue.md and the README's table up to date."""
+    """Update docs/catalogue.md and the README's table."""
     (root / "docs" / "catalogue.md").write_text(page(), encoding="utf-8")
     readme = root / "README.md"
     text = readme.read_text(encoding="utf-8")
@@ -135,7 +135,7 @@ def write(root: Path) -> None:
 
 
 def insert(text: str, table: str, mark: str = "catalogue") -> str:
-    """`text` with `table` between the marks that say where it belongs."""
+    """`text` with `table` between its marks."""
     marked = re.compile(f"(?<=<!-- {mark} -->\n).*?(?=<!-- /{mark} -->)", re.DOTALL)
     if not marked.search(text):
         raise ValueError(f"no place for the {mark}: <!-- {mark} --> and <!-- /{mark} --> must mark it")
