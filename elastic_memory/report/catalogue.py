@@ -1,6 +1,6 @@
 """The catalogue of memories, written from the registry and from models that are really built.
 
-python -m elastic_memory.report.catalogue        # in the root of the repository: docs/catalogue.md and the README
+python -m elastic_memory.report.catalogue        # in the root of the repository: docs/catalogue.md
 """
 
 import inspect
@@ -127,11 +127,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write(root: Path) -> None:
-    """Bring docs/catalogue.md and the README's table up to date."""
+    """Bring docs/catalogue.md up to date."""
     (root / "docs" / "catalogue.md").write_text(page(), encoding="utf-8")
-    readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    readme.write_text(insert(text, overview()), encoding="utf-8")
 
 
 def insert(text: str, table: str, mark: str = "catalogue") -> str:
