@@ -74,16 +74,21 @@ def program(page: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if program(page).strip()])
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    """In order, one block after the other, as a reader types them."""
-    file = tmp_path / Path(page).with_suffix(".py").name
-    file.write_text(program(page), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    spec = importlib.util.spec_from_file_location("page", file)
+def run(code: str, name: str, folder: Path) -> None:
+    """Import `code` as a module of this name: its errors then show the line."""
+    file = folder / f"{name}.py"
+    file.write_text(code, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     module.run_command = run_command
     spec.loader.exec_module(module)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if program(page).strip()])
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    """In order, one block after the other, as a reader types them."""
+    monkeypatch.chdir(tmp_path)
+    run(program(page), Path(page).stem, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -121,7 +126,7 @@ def test_an_unknown_option_is_found():
 
 
 def test_links_lead_somewhere():
-    for page in [*PAGES, "CONTRIBUTING.md"]:
+    for page in [*PAGES, "CONTRIBUTING.md", "examples/README.md"]:
         for target in re.findall(r"\]\(([^)#\s]+?)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
@@ -146,9 +151,21 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_say_how_to_run_them(name):
-    """Their runs take half a minute each: `make examples`."""
-    text = (ROOT / "examples" / name).read_text()
-    assert f"python examples/{name}" in ast.get_docstring(ast.parse(text))
+    assert f"python examples/{name}" in ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name, tmp_path):
+    """Half a minute each."""
+    subprocess.run([sys.executable, ROOT / "examples" / name], cwd=tmp_path, check=True)
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    cells = json.loads((ROOT / "examples" / "walkthrough.ipynb").read_text(encoding="utf-8"))["cells"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    run("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), "walkthrough", tmp_path)
 
 
 def test_the_page_about_your_own_model_shows_the_example():
