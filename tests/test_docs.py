@@ -149,6 +149,15 @@ def test_the_readme_is_short():
     assert len(text.splitlines()) < 100
 
 
+def test_the_readmes_figures_link_to_their_records():
+    from scripts import results
+
+    sections = re.split(r"^\*\*(?=[\w ]+\.\*\*)", results.overview(ROOT), flags=re.MULTILINE)[1:]
+    assert len(sections) == 3
+    for section in sections:
+        assert re.search(r"\]\((results|benchmarks)/", section), section
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_say_how_to_run_them(name):
     assert f"python examples/{name}" in ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text()))
