@@ -20,18 +20,23 @@ from elastic_memory.training.strict import read_json
 INDEX = """\
 # Results
 
-Every number here was measured. Tables of trained models are made from the records in `runs/` by
-`python scripts/results.py` (or `elastic reproduce TABLE --tier small --minutes 0`). A record is one run: recipe, seed,
-data hash, machine, versions, commit, date, loss curve, and each measurement with its protocol.
-`elastic reproduce status --tier small` says what is still missing; `elastic reproduce claims --tier small` judges the
-paper's claims anew (`claims-small.json` has every comparison with its numbers, seeds and interval).
+```sh
+elastic reproduce status --tier small       # what is still missing
+elastic reproduce claims --tier small       # the paper's claims, judged by these numbers
+python scripts/results.py                   # writes all tables of trained models again, from the records in runs/
+```
 
-How to read them: the corpora `books`, `proofs` and `edu` stand for PG-19, Proof-Pile and FineWeb-Edu. They are far
-smaller, and perplexities on them cannot be compared with the paper's in brackets. With one seed a model, no ranking of
-models is decided: these models differ by up to 19% in block 0, where no memory can help. In parentheses stands what a
-single run does show, its gain from memory: how much higher its perplexity is when its memory is erased. That is how
-much a model has come to depend on its memory, an upper bound on what the memory is worth. Speed, inference, recall and
-signals in this folder come from measurements of their own.
+Every number here was measured. A record in `runs/` is one run: recipe, seed, data hash, machine, versions, commit,
+date, loss curve, and each measurement with its protocol. `claims-small.json` has every comparison with its numbers,
+seeds and interval. Speed, inference, recall and signals have records of their own in this folder.
+
+How to read the tables:
+
+- **The paper's values are in brackets.** The corpora `books`, `proofs` and `edu` replace PG-19, Proof-Pile and
+  FineWeb-Edu. They are far smaller: perplexities on them cannot be compared with the paper's.
+- **One seed per model decides no ranking.** These models differ by up to 19% in block 0, where no memory can help.
+- **The gain from memory is in parentheses:** how much the perplexity of a model rises when its memory is erased. It
+  shows how much the model depends on its memory, an upper bound on what the memory is worth.
 """
 
 RECALL = """\
