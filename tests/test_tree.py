@@ -83,12 +83,12 @@ def test_no_mechanism_is_singled_out_outside_its_file():
                 assert not kinds & classes, f"{where} asks for {kinds & classes}: ask the contract instead"
 
 
-def test_the_readme_shows_the_tree():
-    text = (ROOT / "README.md").read_text()
+def test_the_page_shows_the_tree():
+    text = page("architecture.md")
     for path in FILES:
         name = path.relative_to(PACKAGE).parts[0]
         if not name.startswith("__"):
-            assert re.search(rf"^\s+{re.escape(name)}\b", text, re.MULTILINE), f"README's tree lacks {name}"
+            assert re.search(rf"^\s+{re.escape(name)}\b", text, re.MULTILINE), f"docs/architecture.md lacks {name}"
 
 
 def test_equations_lead_to_functions_that_exist():

@@ -1,6 +1,6 @@
 """The catalogue of memories, from the registry and from models built for it.
 
-python -m elastic_memory.report.catalogue        # in the root of the repository: docs/catalogue.md and the README
+python -m elastic_memory.report.catalogue        # in the root of the repository: docs/catalogue.md
 """
 
 import inspect
@@ -20,17 +20,23 @@ MULTIPLES = (1, 2, 4, 8, 16)
 INTRODUCTION = """\
 # Memories
 
-This page is written by `python -m elastic_memory.report.catalogue` from the registry `MEMORIES` and from the models
-themselves. All mechanisms live on the same backbone behind one contract (`memory/contract.py`), so that a comparison
-differs in the mechanism and in nothing else. Choose one with `memory=` of `MemoryLlamaConfig` and give its options in
-`memory_options`; `order`, `points`, `sampling` and `sampling_options` are settings of their own (`memory_order`,
-`memory_points`, `sampling`, `sampling_options`). Every memory takes `detach_every`: gradients are cut every so many
-blocks. Gates start half open; their learning rate is scaled by `gate_lr_scale` of a training recipe."""
+```python
+import elastic_memory as em
+
+config = em.MemoryLlamaConfig.preset("100m", memory="infini", memory_options={"update": "linear"})
+```
+
+Which mechanisms are there, and how do they differ? All of them run on the same backbone behind one contract
+(`memory/contract.py`), so a comparison differs in the mechanism and in nothing else. `memory_options` takes the options
+listed below, except for `order`, `points`, `sampling` and `sampling_options`, which are settings of the configuration
+(`memory_order`, `memory_points`, `sampling`, `sampling_options`). Every memory also takes `detach_every`: gradients are
+cut every so many blocks. Gates have a learning rate scale in training recipes, `gate_lr_scale`."""
 
 NOTE = f"""\
 At the {SIZE} preset and the paper's 1x. *State*: floats carried per sample, whole model. *Added*: parameters.
-*Training*: whether all blocks of a sample are read at once or one after another. *Joins*: whether memories of parts
-that were read apart can be joined into the memory of the whole.
+*Training*: whether all blocks of a sample are read in parallel or one after another. *Joins*: whether memories of texts
+that were read separately can be joined ([joining](composing.md)). This page is written by
+`python -m elastic_memory.report.catalogue`.
 """
 
 
@@ -127,11 +133,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write(root: Path) -> None:
-    """Update docs/catalogue.md and the README's table."""
+    """Bring docs/catalogue.md up to date."""
     (root / "docs" / "catalogue.md").write_text(page(), encoding="utf-8")
-    readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    readme.write_text(insert(text, overview()), encoding="utf-8")
 
 
 def insert(text: str, table: str, mark: str = "catalogue") -> str:

@@ -205,10 +205,9 @@ def page(root: Path, text: str) -> str:
 
 
 def write(root: Path) -> None:
-    """Update docs/speed.md and its table in the README."""
-    path, readme = root / "docs" / "speed.md", root / "README.md"
+    """Bring the page up to date."""
+    path = root / "docs" / "speed.md"
     path.write_text(page(root, path.read_text(encoding="utf-8")), encoding="utf-8")
-    readme.write_text(insert(readme.read_text(encoding="utf-8"), operators(root), "operators"), encoding="utf-8")
 
 
 if __name__ == "__main__":
