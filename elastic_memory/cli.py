@@ -17,7 +17,8 @@ COMMANDS = {
     "generate": "Continue a text of any length, with the memory kept in a file.",
     "memory": "Read texts into memory files, join the files, look into them.",
     "reproduce": "Regenerate a table of the paper, its values beside ours.",
-    "report": "One self-contained HTML page from a folder of results.",
+    "report": "One self-contained HTML page of results, with charts.",
+    "explore": "The memory microscope: a page that shows what a memory keeps.",
     "bench": "A short version of the benchmarks, as ratios.",
     "selfcheck": "Check every equivalence the library relies on, on this machine.",
 }

@@ -1,7 +1,7 @@
 /* Charts of every page: uPlot with a legend of our own, values on hover or by arrow keys, PNG and CSV, light and dark.
 
    A chart is data: {title, note, wide, height, x: {label, log, categories}, y: {label, log, percent},
-   series: [{name, x, y, dashed, dots, color}], marks: [{from, to, label}]}. All text is set as text, never as markup. */
+   series: [{name, x, y, dashed, dots, thick, points, color}], marks: [{from, to, label}], ticks: [x]}. All text is set as text, never as markup. */
 "use strict";
 
 const Charts = (() => {
@@ -59,21 +59,21 @@ const Charts = (() => {
 
   const scale = (axis, range) => ({ time: false, ...(axis.log ? { distr: 3, log: axis.log } : {}), ...(range ? { range } : {}) });
 
-  function options(spec, width, hovered) {
-    const categories = spec.x.categories, marks = spec.marks || [];
+  function options(chart, width) {
+    const { spec } = chart, { categories } = spec.x, marks = () => chart.spec.marks || [];
     const range = categories ? () => [-0.4, categories.length - 0.6]
-      : marks.length && !spec.x.log ? (u, least, most) => [Math.min(least, ...marks.map((mark) => mark.from)), most + (marks[0].from < 0 ? 0.5 : 0)] : undefined;
+      : marks().length && !spec.x.log ? (u, least, most) => [Math.min(least, ...marks().map((mark) => mark.from)), Math.max(most, ...marks().map((mark) => mark.to)) + (marks()[0].from < 0 ? 0.5 : 0)] : undefined;
     return {
       width, height: spec.height || 260, legend: { show: false }, axes: axes(spec),
       cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false } },
       scales: { x: scale(spec.x, range), y: scale(spec.y) },
       series: [{}, ...spec.series.map((one, i) => {
-        const stroke = color(one.color ?? i), few = one.x.length <= 40, dashed = one.dashed || (one.color ?? i) >= 8;
-        return { label: one.name, stroke, width: one.dots ? 0 : 1.75, dash: dashed ? [6, 4] : undefined,
+        const stroke = color(one.color ?? i) + (one.thick ? "70" : ""), few = one.x.length <= 40, dashed = one.dashed || (one.color ?? i) >= 8;
+        return { label: one.name, stroke, width: one.dots ? 0 : one.thick ? 5 : 1.75, dash: dashed ? [6, 4] : undefined,
           ...(one.dots ? { paths: () => null } : {}),
-          points: { show: Boolean(one.dots) || few, size: one.dots ? 7 : 5, width: 1.5, stroke, fill: one.dots ? stroke : shade("card") } };
+          points: { show: Boolean(one.dots) || ((few || one.points) && !one.thick), size: one.dots ? 7 : 5, width: 1.5, stroke, fill: one.dots ? stroke : shade("card") } };
       })],
-      hooks: { drawAxes: [(u) => marks.forEach((mark) => band(u, mark))], setCursor: [hovered] },
+      hooks: { drawAxes: [(u) => { marks().forEach((mark) => band(u, mark)); ticks(u, chart.spec.ticks || []); }], setCursor: [(u) => chart.u && chart.values(u.cursor.idx)] },
     };
   }
 
@@ -90,6 +90,22 @@ const Charts = (() => {
     ctx.textAlign = "left";
     ctx.textBaseline = "top";
     ctx.fillText(mark.label || "", from + 4 * devicePixelRatio, bbox.top + 3 * devicePixelRatio);
+    ctx.restore();
+  }
+
+  /** Short lines at the foot of the plot, such as sample points or the edges of cells. */
+  function ticks(u, places) {
+    const { ctx, bbox } = u, foot = bbox.top + bbox.height;
+    ctx.save();
+    ctx.strokeStyle = shade("soft");
+    ctx.lineWidth = devicePixelRatio;
+    ctx.beginPath();
+    for (const place of places) {
+      const x = Math.round(u.valToPos(place, "x", true)) + 0.5;
+      ctx.moveTo(x, foot);
+      ctx.lineTo(x, foot - 9 * devicePixelRatio);
+    }
+    ctx.stroke();
     ctx.restore();
   }
 
@@ -130,7 +146,7 @@ const Charts = (() => {
 
     rebuild() {
       this.u?.destroy();
-      this.u = new uPlot(options(this.spec, Math.max(this.plot.clientWidth, 200), (u) => this.u && this.values(u.cursor.idx)), aligned(this.spec), this.plot);
+      this.u = new uPlot(options(this, Math.max(this.plot.clientWidth, 200)), aligned(this.spec), this.plot);
       this.where = element("span", { className: "where" });
       this.buttons = this.spec.series.map((one, i) => {
         const swatch = element("i"), value = element("b");
