@@ -83,7 +83,7 @@ def test_the_charts_hold_what_was_measured(folder):
 
 
 def test_the_page_asks_for_nothing(folder):
-    """No address, and scripts and styles only those whose hashes the page's own policy names: a browser runs no other."""
+    """No address, and a browser runs only the scripts and styles whose hashes the page's own policy names."""
     text = page(folder)
     sources = re.findall(
         r'\s(?:src|href|action|data)\s*=\s*"([^"]{0,10})', re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)

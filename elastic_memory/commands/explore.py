@@ -16,7 +16,9 @@ def explore(
     text: Annotated[Path | None, typer.Option(help="The UTF-8 text that the models read.")] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("explore.html"),
     show: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
-    serve: Annotated[bool, typer.Option(help="Keep the models loaded, and let them read text pasted into the page.")] = False,
+    serve: Annotated[
+        bool, typer.Option(help="Keep the models loaded, and let them read text pasted into the page.")
+    ] = False,
     port: Annotated[int, typer.Option(help="Of --serve, on this machine alone; 0: any that is free.")] = 0,
     tokens: Annotated[int, typer.Option(help="How many tokens of a text are read at most.")] = 4096,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside a model.")] = None,

@@ -1,4 +1,4 @@
-"""What each head of a memory layer looks at, block by block: attention on memory tokens, and the words nearest to them."""
+"""What each head of a memory layer looks at, block by block: attention on memory tokens, and words nearest to them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,12 +60,12 @@ def views(model: Any, ids: Int[Tensor, " token"], block: int) -> list[LayerView]
     found = {index: LayerView(index) for index in layers}
     history: dict[int, list[Heads]] = {index: [] for index in layers}
     cache, rope = MemoryCache(model), model.base_model.rope()
-    with evaluating(model), _projected(layers) as projected:
+    with evaluating(model), _entering(layers) as entering:
         for start in range(0, len(ids), block):
             tokens = ids[None, start : start + block].to(model.device)
             model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             for index, layer in layers.items():
-                query, key = (x.float() for x in projected[index])
+                query, key, _ = (x[0].float() for x in layer.self_attn.project(layer.input_layernorm(entering[index])))
                 reading = cache.streams[index].reading
                 columns = reading[0][0].float() if reading else key[:, :0]
                 weights = attention(layer, rope, query, key, history[index][-1:], columns)[..., : columns.shape[1]]
@@ -78,22 +78,13 @@ def views(model: Any, ids: Int[Tensor, " token"], block: int) -> list[LayerView]
 
 
 @contextmanager
-def _projected(layers: dict[int, Any]) -> Iterator[dict[int, tuple[Heads, Heads]]]:
-    """Queries and keys of the newest call, by layer, as attention gets them but without positions."""
-    found: dict[int, tuple[Heads, Heads]] = {}
-    handles = []
-    for index, layer in layers.items():
-
-        def keep(_: Any, inputs: tuple, __: Any, index: int = index, layer: Any = layer) -> None:
-            (hidden,) = inputs
-            if index not in busy:  # `project` calls the projection once more
-                busy.add(index)
-                query, key, _ = layer.self_attn.project(hidden)
-                found[index] = query[0], key[0]
-                busy.discard(index)
-
-        busy: set[int] = set()
-        handles.append(layer.self_attn.q_proj.register_forward_hook(keep))
+def _entering(layers: dict[int, Any]) -> Iterator[dict[int, Float[Tensor, "1 token width"]]]:
+    """What the newest call gave to each layer."""
+    found: dict[int, Tensor] = {}
+    handles = [
+        layer.register_forward_pre_hook(lambda _, inputs, index=index: found.update({index: inputs[0]}))
+        for index, layer in layers.items()
+    ]
     try:
         yield found
     finally:

@@ -143,8 +143,13 @@ def _paper_series(
         found = [(places[cell["column"]], read(cell, metric)) for cell in cells if cell["row"] == row]
         known = [(place, value) for place, value in found if value is not None]
         if known:
-            series.append(Series(row, *map(list, zip(*known, strict=True)), dots=not steps, color=color))
-    return series
+            at, values = zip(*known, strict=True)
+            series.append(Series(row, at, values, dots=not steps, color=color))
+    if steps:
+        return series
+    # Dots of one column stand beside each other.
+    aside = [(place - (len(series) - 1) / 2) * 0.07 for place in range(len(series))]
+    return [one._replace(x=[x + shift for x in one.x]) for one, shift in zip(series, aside, strict=True)]
 
 
 def _ours(cell: dict[str, Any], metric: str) -> float | None:

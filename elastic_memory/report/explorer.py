@@ -6,6 +6,7 @@ see what each head looks at. All numbers are rounded for the page; `evaluation` 
 
 import base64
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def similarity(signal: Signal, order: int, edges: np.ndarray) -> Float[Tensor, "
         torch.cosine_similarity(hippo.reconstruct(state, u) - mean, piece - mean, dim=-1).mean(-1) for piece, u in pairs
     ]
     newest_first = torch.cat(cosines).flip(0).cpu()
-    return torch.stack([newest_first[first - 1 : last - 1].mean() for first, last in zip(edges, edges[1:], strict=False)])
+    return torch.stack([newest_first[first - 1 : last - 1].mean() for first, last in pairwise(edges)])
 
 
 def memory_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -136,7 +137,7 @@ def memory_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def _memory_subject(
     path: Path, told: dict[str, Any], states: dict[str, Tensor], chosen: list[tuple[str, int, int]]
 ) -> dict[str, Any]:
-    settings = told.get("settings") if isinstance(told.get("settings"), dict) else {}
+    settings: dict[str, Any] = told["settings"] if isinstance(told.get("settings"), dict) else {}
     features = [
         {"name": f"{name}, head {head}, feature {feature}", "state": packed(states[name][0, head, :, feature])}
         for name, head, feature in chosen

@@ -33,7 +33,7 @@ class _Handler(BaseHTTPRequestHandler):
     content: bytes
     reader: Callable[[str], list[dict[str, Any]]]
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         """The page, and nothing else."""
         if not self._ours():
             return
@@ -42,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(200, self.content, "text/html; charset=utf-8")
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         """A text, read by the models."""
         if not self._ours():
             return

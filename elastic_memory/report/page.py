@@ -54,7 +54,7 @@ def page(path: Path, title: str = "Results") -> str:
         Section(
             "paper",
             "Beside the paper",
-            "The paper's models are larger and its corpora are others: compare the order of the lines, not their height.",
+            "The paper's models are larger and its corpora are others: compare the order of lines, not their height.",
             charts=[chart for table in results.measured.values() for chart in charts.paper_charts(table)],
         ),
         Section("tables", "Tables and pictures", tables=[*results.tables.values()], pictures=_pictures(results)),

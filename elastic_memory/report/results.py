@@ -46,7 +46,7 @@ def collect(path: Path) -> Results:
         folder, files = path, list(_files(path))
     else:
         raise FileNotFoundError(
-            f"no folder or file {path}: give a run, a result of `elastic evaluate --out`, or --out of `elastic reproduce`"
+            f"no folder or file {path}: give a run, or --out of `elastic evaluate` or `elastic reproduce`"
         )
     found = Results()
     for file in files:

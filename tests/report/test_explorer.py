@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import sys
+import threading
 import urllib.error
 import urllib.request
 
@@ -18,6 +19,7 @@ from elastic_memory.evaluation import perplexity
 from elastic_memory.evaluation.reconstruction import keys_and_values
 from elastic_memory.memory import MEMORIES
 from elastic_memory.report import attention_view, explorer
+from elastic_memory.report.explorer_server import Server
 from elastic_memory.sampling import SAMPLINGS
 
 TEXT = "In the beginning was the word </script><script>alert(1)</script> & naïve café 漢字. " * 4
@@ -56,6 +58,16 @@ def test_losses_are_those_of_the_protocols(document, bytes_tokenizer):
     first = slice(0, BLOCK - 1)
     assert document["kept"][first] == pytest.approx(document["erased"][first], rel=1e-4), "block 0 is the control"
     assert not document["whole"] and len(document["tokens"]) == 200 == len(document["kept"]) + 1
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_any_memory_can_be_looked_at(memory, bytes_tokenizer):
+    model = tiny(memory)
+    found = explorer.document(model, bytes_tokenizer, TEXT, memory, 80)
+    assert data_of(explorer.page([found]))["subjects"] == [found]
+    tokens = [index for index, one in model.memories.items() if one.shares_softmax]
+    assert [view["layer"] for view in found["layers"]] == tokens
+    assert (memory in found["memory"]) or (memory == "none" and found["memory"] == "no memory")
 
 
 def test_tokens_put_together_are_the_text(document, bytes_tokenizer):
@@ -140,7 +152,9 @@ def test_features_are_keys_and_values(document, bytes_tokenizer):
     signals = keys_and_values(tiny(), ids)
     assert len(document["features"]) == explorer.FEATURES
     for feature in document["features"]:
-        layer, part, head, place = re.fullmatch(r"layer (\d+) (\w+), head (\d+), feature (\d+)", feature["name"]).groups()
+        layer, part, head, place = re.fullmatch(
+            r"layer (\d+) (\w+), head (\d+), feature (\d+)", feature["name"]
+        ).groups()
         expected = signals[int(layer), part][:, int(head), int(place)]
         assert unpacked(feature["values"]) == pytest.approx(expected.float().numpy(), abs=1e-6)
 
@@ -163,7 +177,9 @@ def test_memory_files_hold_their_coefficients(memory_file):
     assert (first["name"], first["tokens"], first["open"]) == ("one", 96, 4)
     assert [it["name"] for it in first["features"]] == [it["name"] for it in second["features"]], "to be compared"
     for feature in first["features"]:
-        layer, part, head, place = re.fullmatch(r"layer (\d+) (\w+), head (\d+), feature (\d+)", feature["name"]).groups()
+        layer, part, head, place = re.fullmatch(
+            r"layer (\d+) (\w+), head (\d+), feature (\d+)", feature["name"]
+        ).groups()
         state = cache.streams[int(layer)].state[("key", "value").index(part)]
         assert unpacked(feature["state"]) == pytest.approx(state[0, int(head), :, int(place)].numpy(), abs=1e-6)
 
@@ -188,3 +204,95 @@ def test_the_page_knows_every_sampling():
     assert data_of(found)["samplings"] == list(SAMPLINGS)
     for name in SAMPLINGS:
         assert re.search(rf"^    {name}:", found, re.MULTILINE), f"hippo.js does not know {name}"
+
+
+@pytest.fixture
+def server():
+    def read(text):
+        if not text:
+            raise ValueError("nothing to read")
+        return [{"name": text}]
+
+    serving = Server("<!doctype html>the page", read)
+    thread = threading.Thread(target=serving.server.serve_forever)
+    thread.start()
+    yield serving
+    serving.server.shutdown()
+    thread.join()
+    serving.server.server_close()
+
+
+def ask(server, path="", data=None, **headers):
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(server.address + path, data, named)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_server_reads_text_for_its_own_page_alone(server):
+    assert server.server.server_address[0] == "127.0.0.1"
+    assert ask(server) == (200, "<!doctype html>the page")
+    assert ask(server, "read", b'{"text": "a"}') == (200, '{"subjects": [{"name": "a"}]}')
+    assert ask(server, "read", b'{"text": "a"}', Origin=server.address.rstrip("/"))[0] == 200
+    for wrong in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
+        assert ask(server, "read", b'{"text": "a"}', **wrong)[0] == ask(server, **wrong)[0] == 403
+    assert ask(server, "etc/passwd")[0] == 404
+    for data in (b"{", b"[]", b'{"text": 1}', b'{"text": ""}', b"\xff"):
+        status, told = ask(server, "read", data)
+        assert status == 400 and json.loads(told)["error"]
+    assert ask(server, "elsewhere", b"{}")[0] == 400
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["elastic", "explore", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code or 0
+
+
+def test_the_command(monkeypatch, tmp_path, memory_file, capsys):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    path, _ = memory_file("one.memory.safetensors", torch.randint(256, (1, 100)))
+    model, book, out = tmp_path / "model", tmp_path / "book.txt", tmp_path / "pages" / "explore.html"
+    tiny().save_pretrained(model)
+    (model / "bytes.json").write_text("{}")
+    book.write_text(TEXT)
+    assert run(monkeypatch, "--out", out) == 0
+    assert opened == [out.as_uri()] and data_of(out.read_text())["subjects"] == []
+    assert run(monkeypatch, path, model, "--text", book, "--tokens", 100, "--no-open", "--out", out) == 0
+    document, memory = data_of(out.read_text())["subjects"]
+    assert (document["kind"], document["name"], len(document["tokens"])) == ("document", "model", 100)
+    assert (memory["kind"], memory["name"]) == ("memory", "one") and len(opened) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gone"], "gone: no such file or folder"),
+        (["notes.txt"], "notes.txt: give a run or model folder, or a memory file"),
+        (["--text", "notes.txt"], "name the model that shall read it"),
+        (["folder"], "folder has nothing to read: give --text"),
+        (["--serve"], "--serve: name the model"),
+        (["--tokens", "1"], "--tokens 1: give 2 to"),
+        (["--port", "70000"], "--port 70000: give 0 to"),
+        (["folder", "--text", "latin1.txt"], "latin1.txt is not UTF-8 text"),
+        (["broken.memory.safetensors"], "not a memory file"),
+    ],
+)
+def test_what_cannot_work_is_refused(monkeypatch, tmp_path, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.txt").write_text("buy milk")
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "broken.memory.safetensors").write_bytes(b"nothing")
+    assert run(monkeypatch, *arguments, "--no-open") == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "explore.html").exists()
+
+
+def test_a_text_of_one_token_is_refused(bytes_tokenizer):
+    with pytest.raises(ValueError, match="a text of 1 tokens: give one of 2 or more"):
+        explorer.document(tiny(), bytes_tokenizer, "a", "tiny", 100)

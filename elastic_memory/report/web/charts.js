@@ -49,7 +49,7 @@ const Charts = (() => {
     const across = { ...common, size: 34, label: spec.x.label, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) };
     const crowded = spec.x.categories && spec.x.categories.join("").length > 40;
     if (spec.x.categories) Object.assign(across, {
-      ...(crowded ? { rotate: -40, size: 62 } : {}),
+      ...(crowded ? { rotate: 40, size: 62 } : {}),
       splits: () => spec.x.categories.map((_, i) => i),
       values: (u, ticks) => ticks.map((tick) => spec.x.categories[tick] ?? ""),
     });
@@ -172,7 +172,7 @@ const Charts = (() => {
     values(at) {
       const none = at === null || at === undefined, xs = this.u.data[0];
       const { x, y } = this.spec;
-      this.where.textContent = none ? "" : `at ${x.label} ${x.categories ? x.categories[xs[at]] : format(xs[at])}`;
+      this.where.textContent = none ? "" : `at ${x.label} ${x.categories ? x.categories[Math.round(xs[at])] : format(xs[at])}`;
       this.buttons.forEach((button, i) => {
         const ys = this.u.data[i + 1];
         let near = none ? undefined : ys[at];
@@ -198,7 +198,7 @@ const Charts = (() => {
         return /[",\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
       };
       const [xs, ...columns] = this.u.data, names = this.spec.x.categories;
-      const rows = xs.map((x, i) => [names ? names[x] : x, ...columns.map((ys) => ys[i])]);
+      const rows = xs.map((x, i) => [names ? names[Math.round(x)] : x, ...columns.map((ys) => ys[i])]);
       const lines = [[this.spec.x.label, ...this.spec.series.map((one) => one.name)], ...rows].map((row) => row.map(quote).join(","));
       save(new Blob([lines.join("\n") + "\n"], { type: "text/csv" }), `${this.file()}.csv`);
     }
