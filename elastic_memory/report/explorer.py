@@ -92,7 +92,7 @@ def by_age(model: Any, signals: dict[tuple[int, str], Signal]) -> list[dict[str,
         own = bank.order if isinstance(bank, Bank) else None
         orders = sorted({order for order in (*ORDERS, own) if order})
         edges = np.unique(np.geomspace(1, tokens + 1, AGES + 1).astype(int))
-        similar = {order: _rounded(similarity(signal, order, edges)) for order in orders}
+        similar = {str(order): _rounded(similarity(signal, order, edges)) for order in orders}
         ages = [float(age) for age in np.sqrt(edges[:-1] * (edges[1:] - 1.0))]
         found.append({"layer": layer, "part": part, "own": own, "ages": ages, "orders": similar})
     return found
