@@ -52,7 +52,11 @@ def explore(
     readers = _readers([str(path) for path in folders], tokenizer)
 
     def read(words: str) -> list[dict[str, Any]]:
-        return [explorer.document(*reader, words, name, tokens) for name, reader in readers.items()]
+        found = []
+        for name, reader in readers.items():
+            typer.echo(f"{name} reads the text", err=True)
+            found.append(explorer.document(*reader, words, name, tokens))
+        return found
 
     subjects = [*(read(book) if book is not None else []), *kept]
     if not serve:

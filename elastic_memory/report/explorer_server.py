@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
 from typing import Any
 
 HOST = "127.0.0.1"
@@ -13,10 +14,17 @@ class Server:
     """Serves one page and answers `POST /read` with what `read` makes of a text."""
 
     def __init__(self, page: str, read: Callable[[str], list[dict[str, Any]]], port: int = 0):
-        class Handler(_Handler):
-            content, reader = page.encode(), staticmethod(read)
+        lock = Lock()
 
-        self.server = HTTPServer((HOST, port), Handler)
+        def one_at_a_time(text: str) -> list[dict[str, Any]]:
+            with lock:
+                return read(text)
+
+        class Handler(_Handler):
+            content, reader = page.encode(), staticmethod(one_at_a_time)
+
+        # Threads: a browser keeps connections open that it may never use.
+        self.server = ThreadingHTTPServer((HOST, port), Handler)
         self.address = f"http://{HOST}:{self.server.server_port}/"
 
     def run(self) -> None:

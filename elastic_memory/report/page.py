@@ -47,7 +47,7 @@ def page(path: Path, title: str = "Results") -> str:
             "evaluation",
             "Evaluation",
             charts=charts.evaluation_charts(evaluations),
-            tables=[*perplexity_by_block(named), *_other_metrics(named)],
+            tables=[*_summary(named), *perplexity_by_block(named), *_other_metrics(named)],
         ),
         Section("training", "Training", charts=charts.losses(results.curves), tables=_runs(results)),
         Section("recall", "Recall", charts=charts.recall_charts(results.recall)),
@@ -85,6 +85,22 @@ def perplexity_by_block(evaluations: Iterable[dict[str, Any]]) -> list[Table]:
         ]
         tables.append(Table(f"PPL by block [{protocol}]", ["block", *found], cells, PROTOCOL_NOTE))
     return tables
+
+
+def _summary(evaluations: Iterable[dict[str, Any]]) -> list[Table]:
+    """A line per model: perplexity with its memory and with memory erased at every block, LongPPL, size of memory."""
+    rows = []
+    for evaluation in evaluations:
+        metrics = evaluation["metrics"]
+        kept, erased = (metrics.get("ppl", {}).get(protocol, {}).get("ppl") for protocol in ("P0", "P4"))
+        long = metrics.get("longppl")
+        layers = evaluation.get("memory")
+        size = sum(layer["carried_floats"] for layer in layers) if isinstance(layers, list) else None
+        told = [_cell(kept), _cell(erased), f"{erased / kept - 1:.1%}" if kept and erased else "-"]
+        rows.append([evaluation["checkpoint"], *told, _cell(long.get("longppl") if long else None), _cell(size)])
+    columns = ["model", "PPL", "PPL, memory erased", "rise", "LongPPL", "numbers carried"]
+    note = "Rise: how much higher the perplexity is when memory is erased at every block (P4 against P0)."
+    return [Table("Models", columns, rows, note)] if rows else []
 
 
 def _other_metrics(evaluations: Iterable[dict[str, Any]]) -> Iterator[Table]:

@@ -2,41 +2,59 @@
 "use strict";
 
 const Hippo = (() => {
+  /** sqrt(2n+1), and the factors of Legendre's recurrence P_{n+1} = up_n z P_n - down_n P_{n-1}: made once. */
+  let factors = { root: [] };
+  function factorsOf(order) {
+    const table = (value) => Float64Array.from({ length: order }, (_, n) => value(n));
+    if (factors.root.length < order)
+      factors = { root: table((n) => Math.sqrt(2 * n + 1)), up: table((n) => (2 * n + 1) / (n + 1)), down: table((n) => n / (n + 1)) };
+    return factors;
+  }
+
   /** phi_0 .. phi_{order-1} at one moment u of the history, 0 its first token and 1 now. */
-  function basis(order, u) {
-    const values = new Float64Array(order), z = 2 * u - 1;
+  function basis(order, u, values = new Float64Array(order)) {
+    const z = 2 * u - 1, { root, up, down } = factorsOf(order);
     let below = 0, here = 1;
     for (let n = 0; n < order; n++) {
-      values[n] = Math.sqrt(2 * n + 1) * here;
-      [below, here] = [here, ((2 * n + 1) * z * here - n * below) / (n + 1)];
+      values[n] = root[n] * here;
+      const above = up[n] * z * here - down[n] * below;
+      below = here;
+      here = above;
     }
     return values;
   }
 
   /** Phi_n, the integral of phi_n from 0 to u: (P_{n+1} - P_{n-1}) / (2 sqrt(2n+1)). */
-  function integral(order, u) {
-    const values = new Float64Array(order), z = 2 * u - 1;
+  function integral(order, u, values = new Float64Array(order)) {
+    const z = 2 * u - 1, { root, up, down } = factorsOf(order);
     let below = -1, here = 1;
     for (let n = 0; n < order; n++) {
-      const above = n ? ((2 * n + 1) * z * here - n * below) / (n + 1) : z;
-      values[n] = (above - below) / (2 * Math.sqrt(2 * n + 1));
-      [below, here] = [here, above];
+      const above = n ? up[n] * z * here - down[n] * below : z;
+      values[n] = (above - below) / (2 * root[n]);
+      below = here;
+      here = above;
     }
     return values;
   }
 
   /** The state after a signal: each token is a step of the history, so the edges of the steps are all that counts. */
   function compress(signal, order) {
-    const state = new Float64Array(order), tokens = signal.length;
+    const state = new Float64Array(order), area = new Float64Array(order), tokens = signal.length;
     for (let edge = 1; edge <= tokens; edge++) {
-      const height = signal[edge - 1] - (edge < tokens ? signal[edge] : 0), area = integral(order, edge / tokens);
+      const height = signal[edge - 1] - (edge < tokens ? signal[edge] : 0);
+      integral(order, edge / tokens, area);
       for (let n = 0; n < order; n++) state[n] += height * area[n];
     }
     return state;
   }
 
   const dot = (one, other) => { let sum = 0; for (let n = 0; n < other.length; n++) sum += one[n] * other[n]; return sum; };
-  const reconstruct = (state, moments) => Array.from(moments, (u) => dot(basis(state.length, u), state));
+
+  /** The history that a state stands for, at some moments. */
+  function reconstruct(state, moments) {
+    const row = new Float64Array(state.length);
+    return Array.from(moments, (u) => dot(basis(state.length, u, row), state));
+  }
 
   /** Means of the reconstruction over cells [left, right]. */
   const average = (state, cells) => cells.map(([left, right]) => {
