@@ -18,7 +18,8 @@ COMMANDS = {
     "generate": "Continue a text of any length; keep its memory in a file.",
     "memory": "Read texts into memory files; join and inspect them.",
     "reproduce": "Regenerate tables of the paper, with its values beside ours.",
-    "report": "Make one self-contained HTML page from a folder of results.",
+    "report": "Make one self-contained HTML page of results, with charts.",
+    "explore": "The memory microscope: a page that shows what a memory keeps.",
     "bench": "Time every memory, as ratios to the model without memory.",
     "selfcheck": "Check on this machine that fast and plain computation agree.",
 }
