@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 import elastic_memory as em
-from elastic_memory.streaming.cache import AT_ONCE
+from elastic_memory.streaming.reader import AT_ONCE
 from elastic_memory.training.environment import environment
 
 

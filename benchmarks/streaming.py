@@ -19,7 +19,7 @@ import torch
 
 import elastic_memory as em
 from elastic_memory.memory.elastic import ElasticMemory
-from elastic_memory.streaming.cache import AT_ONCE
+from elastic_memory.streaming.reader import AT_ONCE
 from elastic_memory.training.environment import environment
 
 

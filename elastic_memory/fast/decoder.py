@@ -8,20 +8,15 @@ only at what a row sees; others on `MemoryLayer.decode`, which looks at a stretc
 """
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
 from elastic_memory.fast.kernels import triton_runs_on
-from elastic_memory.memory import Memory
 from elastic_memory.shapes import Float, Int, Tensor
-from elastic_memory.streaming.layer_cache import column_mask
-
-if TYPE_CHECKING:
-    from elastic_memory.streaming.cache import MemoryCache
-
+from elastic_memory.streaming.layer_cache import LayerCache, column_mask
 
 # With a mask, a step looks at a whole number of such stretches of the block, as many as its rows have begun: looking at
 # the empty rest of a block would double what a step reads. One graph for each number.
@@ -37,13 +32,14 @@ def _side_stream(device: torch.device) -> Any:
 
 
 class Decoder:
-    """A captured step of `backbone` on the open blocks of `cache`."""
+    """A captured step of `backbone` on the open blocks of a cache, whose layers' parts are `streams`."""
 
-    def __init__(self, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"]):
-        if cache.locality.kind == "full":
+    def __init__(self, backbone: Any, streams: list[LayerCache], ids: Int[Tensor, "batch 1"]):
+        locality = backbone.layers[0].locality
+        if locality.kind == "full":
             raise ValueError("a static cache needs blocks; local_attention='full' has none")
-        self.backbone, self.streams, self.size = backbone, cache.streams, cache.block_size
-        self.window = cache.block_size if cache.locality.sliding else None
+        self.backbone, self.streams, self.size = backbone, streams, locality.block_size
+        self.window = self.size if locality.sliding else None
         self.ids = ids.clone()
         self.positions = torch.zeros_like(ids)
         self.tokens = ids.new_zeros(len(ids), self.size)
@@ -53,7 +49,7 @@ class Decoder:
         self.remembered = [self._remembered(stream) for stream in self.streams]
         self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
         self.readings = [stream.reading and tuple(part.clone() for part in stream.reading) for stream in self.streams]
-        self.shapes, self.settled = self._shapes(cache), self.conditions(backbone, cache)
+        self.shapes, self.settled = self._shapes(streams), self.conditions(backbone, streams)
         self.kernels = _kernels(ids.device)
         self.fused = [self.kernels is not None and _is_plain(layer, backbone) for layer in backbone.layers]
         stretch = self.size if all(self.fused) else STRETCH
@@ -62,12 +58,12 @@ class Decoder:
         self.pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # one for all, as they run in turns
 
     @classmethod
-    def fill(cls, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"], old: Self | None) -> Self:
-        """A decoder that continues `cache`: the `old` one with new contents, if its shapes still fit."""
-        fits = old is not None and old.shapes == cls._shapes(cache) and old.settled == cls.conditions(backbone, cache)
-        decoder = old if old is not None and fits else cls(backbone, cache, ids)
-        decoder._take(cache)
-        return decoder
+    def fitting(cls, old: Self | None, backbone: Any, streams: list[LayerCache], ids: Int[Tensor, "batch 1"]) -> Self:
+        """A decoder for these layers' parts of a cache: the `old` one, if its shapes still fit."""
+        settled = cls.conditions(backbone, streams)
+        if old is not None and old.shapes == cls._shapes(streams) and old.settled == settled:
+            return old
+        return cls(backbone, streams, ids)
 
     def __call__(self, ids: Int[Tensor, "batch 1"], opened: int) -> Float[Tensor, "batch 1 width"]:
         """Hidden states of the next token of each row, the longest of which has `opened` tokens in its block."""
@@ -143,23 +139,24 @@ class Decoder:
             hidden = self._step(reach)
         self.graphs[reach] = graph, hidden
 
-    def _take(self, cache: "MemoryCache") -> None:
-        """Copy what the cache holds into the buffers, and let the cache hold the buffers."""
-        self.streams, cache.decoding = cache.streams, True
-        self.positions.copy_(torch.tensor(cache.opened)[:, None])
-        self.begun.copy_(torch.tensor(cache.seen)[:, None] > 0)
-        if cache.tokens is not None:
-            width = min(cache.tokens.shape[1], self.size)
-            self.tokens[:, :width].copy_(cache.tokens[:, :width])
-        if cache.tokens is not None or not any(cache.opened):  # what was fed as embeddings has no ids
-            cache.tokens = self.tokens
-        for index, stream in enumerate(cache.streams):
+    def take(
+        self, streams: list[LayerCache], seen: list[int], opened: list[int], tokens: Int[Tensor, "batch token"] | None
+    ) -> Int[Tensor, "batch token"] | None:
+        """Copy what a cache holds into the buffers, and let its layers hold the buffers; the one for its `tokens`."""
+        self.streams = streams
+        self.positions.copy_(torch.tensor(opened)[:, None])
+        self.begun.copy_(torch.tensor(seen)[:, None] > 0)
+        for index, stream in enumerate(streams):
             stream.move(self.buffers[index])
             self.counts[index].copy_(torch.tensor(stream.counts)[:, None])
             self.remembered[index].copy_(self._remembered(stream))
             if stream.reading:
                 for ours, theirs in zip(self.readings[index], stream.reading, strict=True):
                     ours.copy_(theirs)
+        if tokens is not None:
+            width = min(tokens.shape[1], self.size)
+            self.tokens[:, :width].copy_(tokens[:, :width])
+        return self.tokens if tokens is not None or not any(opened) else None  # embeddings have no ids
 
     def tensors(self) -> list[Tensor]:
         """What it holds in proportion to the block and the memory."""
@@ -173,19 +170,16 @@ class Decoder:
         return torch.arange(columns, device=self.ids.device) < counts[:, None]
 
     @staticmethod
-    def conditions(backbone: Any, cache: "MemoryCache") -> list[Any]:
+    def conditions(backbone: Any, streams: list[LayerCache]) -> list[Any]:
         """What a captured step depends on besides the cache: weights, precision, and how memories are read."""
         weight = backbone.embed_tokens.weight
         autocast = torch.is_autocast_enabled(weight.device.type) and torch.get_autocast_dtype(weight.device.type)
-        return [weight.data_ptr(), weight.dtype, autocast, *[memory.retrieval for memory in cache.memories]]
+        return [weight.data_ptr(), weight.dtype, autocast, *[stream.memory.retrieval for stream in streams]]
 
     @staticmethod
-    def _shapes(cache: "MemoryCache") -> list[Any]:
+    def _shapes(streams: list[LayerCache]) -> list[Any]:
         """What it depends on in the cache."""
-        return [
-            (len(stream.counts), stream.front, [part.shape for part in stream.reading or ()])
-            for stream in cache.streams
-        ]
+        return [(len(stream.counts), stream.front, [part.shape for part in stream.reading or ()]) for stream in streams]
 
 
 def _kernels(device: torch.device) -> Any:
@@ -223,5 +217,5 @@ def _is_plain(layer: Any, backbone: Any) -> bool:
         and isinstance(mlp.act_fn, (nn.SiLU, type(ACT2FN["silu"])))
         and not hasattr(attention, "q_norm")
         and (memory.shares_softmax or not memory.start(1, "meta"))
-        and type(memory).prepare is Memory.prepare
+        and memory.prepare is None
     )

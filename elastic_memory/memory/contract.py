@@ -77,6 +77,9 @@ class Memory(nn.Module):
     front_size: int = 0  # tokens of `front`, for which positions are then computed once
     no_sliding: str | None = None  # why `local_attention="sliding"` is undefined, where it is
     no_join: str | None = "it does not say how"  # why states of parts do not give the state of the whole
+    retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
+    # (query, key) -> both as the layer and its memory shall use them, before rotary positions; None: as they are
+    prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, geometry: Geometry, *, detach_every: int | None = None):
         super().__init__()
@@ -146,12 +149,6 @@ class Memory(nn.Module):
         """Tokens that go through the layer behind each block: they see it and each other, nobody sees them."""
         return None
 
-    def prepare(
-        self, query: Float[Tensor, "batch head token dim"], key: Float[Tensor, "batch kv_head token dim"]
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and keys as the layer and its memory shall use them, before rotary positions."""
-        return query, key
-
     def mix(
         self,
         local: Float[Tensor, "batch head token dim"],
@@ -211,11 +208,6 @@ class Memory(nn.Module):
     def adapt(self, state: State) -> tuple[State, str | None]:
         """Fit a state made under other retrieval settings to the present ones, and say what was done."""
         return state, None
-
-    @property
-    def retrieval(self) -> Any:
-        """What readings depend on besides the state; when it changes, open readings are made anew."""
-        return None
 
     @property
     def floats(self) -> Floats:

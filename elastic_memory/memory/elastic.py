@@ -41,12 +41,7 @@ class ElasticMemory(Memory):
         if road not in (None, "direct", "recurrent"):
             raise ValueError(f"road={road!r}: give 'direct', 'recurrent', or None for the cheaper of the two")
         self.road = road
-        self.bank = Bank(order, points, sampling, tuple(sorted((sampling_options or {}).items())))
-
-    @property
-    def retrieval(self) -> Bank:
-        """Order, points and sampling."""
-        return self.bank
+        self.bank = self.retrieval = Bank(order, points, sampling, tuple(sorted((sampling_options or {}).items())))
 
     def set_retrieval(  # type: ignore[override]
         self,
@@ -59,7 +54,8 @@ class ElasticMemory(Memory):
         changes: dict[str, Any] = {"sampling": sampling, "points": points, "order": order}
         if sampling is not None or sampling_options is not None:
             changes["options"] = tuple(sorted((sampling_options or {}).items()))
-        self.bank = replace(self.bank, **{name: value for name, value in changes.items() if value is not None})
+        changes = {name: value for name, value in changes.items() if value is not None}
+        self.bank = self.retrieval = replace(self.bank, **changes)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> ElasticState:
         """All coefficients zero."""

@@ -8,7 +8,6 @@ import torch
 from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.memorizing import MemorizingMemory
-from elastic_memory.operators import Bank
 from elastic_memory.shapes import Float, Tensor
 
 
@@ -45,6 +44,7 @@ class RecentMemory(Memory):
             detach_every=detach_every,
         )
         self.queue = MemorizingMemory(geometry, order=raw, combine="joint", positions="full", detach_every=detach_every)
+        self.retrieval = self.elastic.retrieval
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
         """Coefficients, then the queue."""
@@ -70,14 +70,10 @@ class RecentMemory(Memory):
         parts = (memory.read_all(key, value, host) for memory in (self.elastic, self.queue))
         return [_beside(*pair) for pair in zip(*parts, strict=True)]
 
-    @property
-    def retrieval(self) -> Bank:
-        """The polynomial's."""
-        return self.elastic.retrieval
-
     def set_retrieval(self, **changes: Any) -> None:
         """Read the polynomial otherwise; the queue stays as it is."""
         self.elastic.set_retrieval(**changes)
+        self.retrieval = self.elastic.retrieval
 
     def adapt(self, state: State) -> tuple[State, str | None]:
         """Fit the polynomial to another order."""

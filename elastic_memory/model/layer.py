@@ -19,7 +19,6 @@ from elastic_memory.memory import Block, Host, Memory, Reading, State
 from elastic_memory.memory.contract import constant
 from elastic_memory.model.rope import Heads, Rope
 from elastic_memory.shapes import Bool, Float, Int, Tensor
-from elastic_memory.streaming.layer_cache import LayerStream, Segment
 
 Blocks = Float[Tensor, "batch block head token dim"]
 
@@ -72,8 +71,10 @@ class MemoryAttention(nn.Module):
         )
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.memory.prepare(query.transpose(1, 2), key.transpose(1, 2))
-        return query, key, value.transpose(1, 2)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if self.memory.prepare is not None:
+            query, key = self.memory.prepare(query, key)
+        return query, key, value
 
     def mix(
         self,
@@ -172,32 +173,23 @@ class MemoryLayer(GradientCheckpointingLayer):
         return self.self_attn.memory
 
     def forward(
-        self,
-        hidden: Float[Tensor, "batch token width"],
-        rope: Rope,
-        stream: LayerStream | None = None,
-        segment: Segment | None = None,
-        seen: int = 0,
+        self, hidden: Float[Tensor, "batch token width"], rope: Any = None, step: Callable | None = None
     ) -> Float[Tensor, "batch token width"]:
-        """All blocks of whole samples; given a stream, the next tokens of each row, or whole blocks after `seen`."""
-        fetched = self._fetch()
-        if stream is None:
-            output = self.blocks(hidden, rope)
-        elif segment is None:
-            output = self._stream_blocks(hidden, rope, stream, seen)
-        else:
-            output = self._stream(hidden, rope, stream, segment)
-        self._put_back(fetched)
+        """All blocks of whole samples; in a stream `step(layer, hidden)` instead, by the layer's cache."""
+        fetched = self.fetch()
+        output = self.blocks(hidden, rope) if step is None else step(self, hidden)
+        self.put_back(fetched)
         return output
 
-    def _fetch(self) -> list[Any]:
+    def fetch(self) -> list[Any]:
         """Fetch the memory's parameters, if accelerate keeps them elsewhere: it does so itself for what is called."""
         hooked = [part for part in self._holders if hasattr(part, "_hf_hook")]
         for part in hooked:
             part._hf_hook.pre_forward(part)
         return hooked
 
-    def _put_back(self, fetched: list[Any]) -> None:
+    def put_back(self, fetched: list[Any]) -> None:
+        """Undo `fetch`."""
         for part in fetched:
             part._hf_hook.post_forward(part, None)
 
@@ -222,7 +214,8 @@ class MemoryLayer(GradientCheckpointingLayer):
 
         return Host(rope, project)
 
-    def _finish(self, hidden: Tensor, mixed: Heads) -> Tensor:
+    def finish(self, hidden: Tensor, mixed: Heads) -> Tensor:
+        """What follows on attention: its output projection and the MLP, each added to the residual stream."""
         hidden = hidden + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -232,14 +225,9 @@ class MemoryLayer(GradientCheckpointingLayer):
         if self.memory.reads:
             (key, read_key), (value, read_value) = _Twice.apply(key), _Twice.apply(value)
         readings = self.memory.read_all(read_key, read_value, self.host(rope))
-        return self._attend_blocks(hidden, rope, (query, key, value), readings)
+        return self.attend_blocks(hidden, rope, (query, key, value), readings)
 
-    def _stream_blocks(self, hidden: Tensor, rope: Rope, stream: LayerStream, seen: int) -> Tensor:
-        """Whole blocks of a stream at once: as many products as in training, and a memory as exact as in streams."""
-        heads = self.self_attn.project(self.input_layernorm(hidden))
-        return self._attend_blocks(hidden, rope, heads, stream.pass_blocks(*heads[1:], seen, self.host(rope)))
-
-    def _attend_blocks(
+    def attend_blocks(
         self, hidden: Tensor, rope: Rope, heads: tuple[Heads, Heads, Heads], readings: Sequence[Reading]
     ) -> Tensor:
         """The layer's output, given queries, keys and values of all blocks and what each block reads from memory."""
@@ -275,7 +263,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         if raw is not None:
             mixed = attention.remember_all(mixed, _fold(raw, size), rotated, readings)
         # [batch, block, head, token, dim] -> [batch, head, token, dim]
-        return self._finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
+        return self.finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
 
     def _block_by_block(self, hidden: Tensor, rope: Rope) -> Tensor:
         memory, outputs, size = self.memory, [], self.locality.block_size
@@ -291,7 +279,7 @@ class MemoryLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, State]:
         """A block of a memory whose state depends on what leaves the layer: its output, and the state after it."""
         attention, size = self.self_attn, tokens.shape[1]
-        tail = self._tail(tokens) if writes else None
+        tail = self.tail(tokens) if writes else None
         if attention.corrupt is not None:
             return self._probed_block(tokens, tail, rope, state, seen, reads, writes)
         # What stands before and behind the block goes through the layer with it.
@@ -307,7 +295,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         mixed = attention.mix(query, rope.inside(query, before), *columns, reading)
         # Of the front nothing more is wanted, but what is left of it has to be aligned too.
         first = before % ALIGNED
-        output = self._finish(tokens[:, before - first :], mixed[:, :, before - first :])
+        output = self.finish(tokens[:, before - first :], mixed[:, :, before - first :])
         output, tail = output[:, first : first + size], output[:, first + size : first + size + behind]
         if writes:
             key, value = (x[:, :, before : before + size] for x in (key, value))
@@ -323,42 +311,26 @@ class MemoryLayer(GradientCheckpointingLayer):
         query, key, value = attention.project(self.input_layernorm(tokens))
         clean = rope.inside(key), value
         probed = attention.prepend(reading, *attention.probed(*clean))
-        output = self._finish(tokens, attention.mix(query, rope.inside(query), *probed, reading))
+        output = self.finish(tokens, attention.mix(query, rope.inside(query), *probed, reading))
         if tail is not None:
-            tail = self._behind(tail, rope, attention.prepend(reading, *clean), reading, tokens.shape[1])
+            tail = self.behind(tail, rope, attention.prepend(reading, *clean), reading, tokens.shape[1])
         if writes:
             state = self.memory.write(state, Block(key, value, output, tail), seen)
         return output, state
 
-    def _tail(self, like: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch tail width"] | None:
+    def tail(self, like: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch tail width"] | None:
         """The memory's tail, for each row."""
         tail = self.memory.tail()
         return None if tail is None else tail.to(like.dtype).expand(len(like), -1, -1)
 
-    def _behind(
+    def behind(
         self, tokens: Tensor, rope: Rope, local: tuple[Heads, Heads], reading: Reading | None, length: int
     ) -> Float[Tensor, "batch token width"]:
         """Run further tokens through the layer behind a block of `length` tokens, whose columns are `local`."""
         positions = torch.arange(length, length + tokens.shape[1], device=tokens.device)
         query, key, value = self.self_attn.project(self.input_layernorm(tokens))
         columns = torch.cat((local[0], rope(key, positions)), 2), torch.cat((local[1], value), 2)
-        return self._finish(tokens, self.self_attn.mix(query, rope(query, positions), *columns, reading))
-
-    def _stream(self, hidden: Tensor, rope: Rope, stream: LayerStream, segment: Segment) -> Tensor:
-        attention = self.self_attn
-        query, key, value = attention.project(self.input_layernorm(hidden))
-        rotated, rotated_key = (rotate(x, *segment.rope).to(x.dtype) for x in (query, key))
-        stream.append(segment, key=rotated_key, value=value, raw=key)
-        columns = stream.columns(segment)
-        if attention.corrupt is not None:
-            front = stream.front
-            noisy = attention.corrupt(*(x[:, :, front:] for x in columns))
-            columns = tuple(torch.cat((x[:, :, :front], y), 2) for x, y in zip(columns, noisy, strict=True))
-        mask = segment.mask(stream) if self.locality.sliding or not segment.uniform else None
-        mixed = attention.mix(query, rotated, *columns, stream.reading, mask, stream.visible)
-        output = self._finish(hidden, mixed)
-        stream.append(segment, output=output)
-        return output
+        return self.finish(tokens, self.self_attn.mix(query, rope(query, positions), *columns, reading))
 
     def decode(
         self,
@@ -396,23 +368,7 @@ class MemoryLayer(GradientCheckpointingLayer):
 
     def after_attention(self, hidden: Float[Tensor, "batch 1 width"], mixed: Heads) -> Float[Tensor, "batch 1 width"]:
         """What follows on a decoded token's attention."""
-        return self._finish(hidden, mixed)
-
-    def close(self, rope: Rope, stream: LayerStream, rows: list[int], seen: int, size: int) -> None:
-        """Fold the open block of some rows, `size` tokens from token `seen` on, into memory, and open the next."""
-        fetched = self._fetch()
-        block = stream.block(rows, size)
-        tail = None if block.output is None else self._tail(block.output)
-        if tail is not None:
-            columns = stream.block_columns(rows, size)
-            had = stream.reading if stream.counts[rows[0]] else None
-            reading = had and tuple(part[rows] for part in had)
-            block = block._replace(tail=self._behind(tail, rope, columns, reading, size))
-        window = None
-        if self.locality.sliding:
-            window = rope(block.key, torch.arange(-size, 0, device=block.key.device)), block.value
-        stream.close(rows, block, seen, self.host(rope), window)
-        self._put_back(fetched)
+        return self.finish(hidden, mixed)
 
 
 def _fold(x: Heads, size: int) -> Float[Tensor, "batch block head size dim"]:

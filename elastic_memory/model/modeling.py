@@ -19,13 +19,13 @@ from elastic_memory.fast.compile import compiled
 from elastic_memory.fast.wavefront import Wavefront, suit
 from elastic_memory.memory import MEMORIES, Memory
 from elastic_memory.model.backbone import MemoryBackbone, Mixed, check_mask
-from elastic_memory.model.calls import whole_calls
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
 from elastic_memory.model.loss import next_token_loss, plain_head, summed_loss
 from elastic_memory.model.padding import PaddedRotary, pad_heads
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.cache import MemoryCache
+from elastic_memory.streaming.reader import whole_calls
 from elastic_memory.streaming.unread import Call, unasked
 
 # Labelled calls longer than this compute the loss in pieces and return no logits: at 32,768 tokens and a vocabulary of

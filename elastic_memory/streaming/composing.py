@@ -67,15 +67,12 @@ class Composing(Mixed):
         groups: dict[tuple[int, int], list[int]] = {}
         for row, span in enumerate(zip(self.seen, self.opened, strict=True)):
             groups.setdefault(span, []).append(row)
-        rope = self.model.base_model.rope()
-        self.refresh(rope)
+        self.refresh()
         self.record()
         parts = [self.ended_parts(row) for row in range(self.batch)]
         for (seen, opened), rows in groups.items():
             if opened:
-                for layer, stream in zip(self.model.base_model.layers, self.streams, strict=True):
-                    layer.close(rope, stream, rows, seen, opened)
-                self.closed(rows)
+                self.close_rows(self.model.base_model, rows, seen, opened)
         self.parts, self.digests, self.name, self.decoding = parts, [""] * self.batch, None, False
 
     @classmethod

@@ -13,7 +13,6 @@ import torch
 
 from elastic_memory.attention import without_cudnn
 from elastic_memory.memory import Block, Memory, State
-from elastic_memory.model.layer import MemoryLayer, Rope
 from elastic_memory.shapes import Int, Tensor
 from elastic_memory.streaming import memory_file
 from elastic_memory.streaming.fingerprint import settings, weights_hash
@@ -188,7 +187,7 @@ def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = Non
     backbone, size = cache.model.base_model, cache.block_size
     cache.begin(len(ids), ids.device)
     cache.mark()
-    cache.refresh(backbone.rope())
+    cache.refresh()
     uniform = len(set(zip(cache.seen, cache.opened, strict=True))) == 1
     probed = any(attention.corrupt is not None for attention in cache.attentions)
     known = cache.tokens is not None or not any(cache.opened)
@@ -233,14 +232,14 @@ def _read_share(backbone: Any, index: int, ids: Int[Tensor, "batch token"]) -> H
     """The state after whole blocks, of which only the layers below are computed: no block waits for another."""
     layer = backbone.layers[index]
     memory, size = layer.memory, layer.locality.block_size
-    rope = Rope(backbone.rotary_emb, backbone.embed_tokens.weight, size=size)
+    rope = backbone.rope(size)
     result = History(tuple(part.double() for part in memory.start(len(ids), ids.device)), 0)
     some = max(1, AT_ONCE // len(ids) // size) * size
     for piece in ids.split(some, dim=1) if ids.shape[1] else ():
         hidden = backbone.residual(backbone.embed_tokens(piece))
         with without_cudnn():
             for lower in backbone.layers[:index]:
-                hidden = MemoryLayer.blocks(lower, hidden, rope)
+                hidden = type(lower).blocks(lower, hidden, rope)
         _, key, value = layer.self_attn.project(layer.input_layernorm(hidden))
         state = memory.write(memory.start(len(ids), ids.device), Block(key, value), 0)
         result = result.then(History(tuple(part.double() for part in state), piece.shape[1]), memory)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_memory.attention import rotate
 from elastic_memory.memory import Block, Host, Memory, Reading, State
 from elastic_memory.shapes import Bool, Int, Tensor
 
@@ -39,7 +40,7 @@ class Segment:
         """Whether all rows have one clock."""
         return self.positions.shape[0] == 1
 
-    def mask(self, stream: "LayerStream") -> Bool[Tensor, "rows 1 token column"]:
+    def mask(self, stream: "LayerCache") -> Bool[Tensor, "rows 1 token column"]:
         """Which of the layer's columns each token sees: memory, previous block, open block."""
         memory, before = stream.memory_columns, stream.front - stream.memory_columns
         key = (memory, before, tuple(stream.counts))
@@ -52,7 +53,7 @@ class Segment:
         return self.masks[key]
 
 
-class LayerStream:
+class LayerCache:
     """One layer's part of a `MemoryCache`."""
 
     def __init__(self, memory: Memory, batch: int, device: torch.device, keep_raw: bool):
@@ -171,7 +172,9 @@ class LayerStream:
         key = self.open["raw"][rows, :, :size] if "raw" in self.open else value
         return Block(key, value, output)
 
-    def close(self, rows: list[int], block: Block, seen: int, host: Host, window: tuple[Tensor, Tensor] | None) -> None:
+    def _write(
+        self, rows: list[int], block: Block, seen: int, host: Host, window: tuple[Tensor, Tensor] | None
+    ) -> None:
         """Write `block` of `rows` into the state, read for the next block, and clear what the rows had open."""
         state = self.memory.write(tuple(self._of(rows, part) for part in self.state), block, seen)
         self.state = tuple(_put(old, rows, new) for old, new in zip(self.state, state, strict=True))
@@ -188,15 +191,52 @@ class LayerStream:
         """Some rows of a tensor; all of them without a list of indices, for which a GPU would have to be waited for."""
         return part if len(rows) == len(self.counts) else part[rows]
 
-    def pass_blocks(self, key: Tensor, value: Tensor, seen: int, host: Host) -> list[Reading]:
-        """Fold whole blocks of all rows, which have one clock and nothing open, into memory; what each reads."""
+    def step(self, layer: Any, hidden: Tensor, segment: Segment) -> Tensor:
+        """The layer's output for the next tokens of each row; their keys and values are kept."""
+        attention = layer.self_attn
+        query, key, value = attention.project(layer.input_layernorm(hidden))
+        rotated, rotated_key = (rotate(x, *segment.rope).to(x.dtype) for x in (query, key))
+        self.append(segment, key=rotated_key, value=value, raw=key)
+        columns = self.columns(segment)
+        if attention.corrupt is not None:
+            noisy = attention.corrupt(*(x[:, :, self.front :] for x in columns))
+            key, value = (torch.cat((x[:, :, : self.front], y), 2) for x, y in zip(columns, noisy, strict=True))
+            columns = key, value
+        mask = segment.mask(self) if segment.window is not None or not segment.uniform else None
+        mixed = attention.mix(query, rotated, *columns, self.reading, mask, self.visible)
+        output = layer.finish(hidden, mixed)
+        self.append(segment, output=output)
+        return output
+
+    def pass_blocks(self, layer: Any, hidden: Tensor, rope: Any, seen: int) -> Tensor:
+        """The layer's output for whole blocks of all rows, which have one clock and nothing open.
+
+        As many products as in training, and a memory as exact as in streams.
+        """
+        heads = layer.self_attn.project(layer.input_layernorm(hidden))
         size, readings = self.memory.geometry.block_size, []
-        for start in range(0, key.shape[2], size):
+        for start in range(0, hidden.shape[1], size):
             if self.reading:
                 readings.append(self.reading)
-            block = Block(*(x[:, :, start : start + size] for x in (key, value)))
-            self.close(list(range(len(self.counts))), block, seen + start, host, None)
-        return readings
+            block = Block(*(x[:, :, start : start + size] for x in heads[1:]))
+            self._write(list(range(len(self.counts))), block, seen + start, layer.host(rope), None)
+        return layer.attend_blocks(hidden, rope, heads, readings)
+
+    def close(self, layer: Any, rope: Any, rows: list[int], seen: int, size: int) -> None:
+        """Write the open block of some rows, `size` tokens from token `seen` on, into memory, and open the next."""
+        fetched = layer.fetch()
+        block = self.block(rows, size)
+        tail = None if block.output is None else layer.tail(block.output)
+        if tail is not None:
+            columns = self.block_columns(rows, size)
+            had = self.reading if self.counts[rows[0]] else None
+            reading = had and tuple(part[rows] for part in had)
+            block = block._replace(tail=layer.behind(tail, rope, columns, reading, size))
+        window = None
+        if layer.locality.sliding:
+            window = rope(block.key, torch.arange(-size, 0, device=block.key.device)), block.value
+        self._write(rows, block, seen, layer.host(rope), window)
+        layer.put_back(fetched)
 
     def open_tokens(self, longest: int | None = None) -> dict[str, Tensor]:
         """The open tokens' keys, values, ... without what stands in front of them."""
@@ -233,10 +273,14 @@ class LayerStream:
         pairs = zip(old, reading, strict=True)
         self.reading = tuple(_put(_widen(a.to(b.dtype), width), rows, _widen(b, width)) for a, b in pairs)
 
+    @property
+    def stale(self) -> bool:
+        """Whether the reading has to be made anew: settings have changed, or block 0 reads and has not begun."""
+        return self.retrieval != self.memory.retrieval or (self.reading is None and self.memory.reads_start)
+
     def refresh(self, seen: list[int], host: Host, dtype: torch.dtype) -> str | None:
         """After `set_retrieval`: fit the state to the new settings and read it anew. Says what became of the state."""
-        begun = self.reading is not None or not self.memory.reads_start
-        if begun and self.retrieval == self.memory.retrieval:
+        if not self.stale:
             return None
         self.retrieval = self.memory.retrieval
         self.state, said = self.memory.adapt(self.state)
@@ -266,14 +310,14 @@ class LayerStream:
             self.reading = tuple(part[:, :, :width] for part in self.reading) if width else None
             self.reopen(kept)
 
-    def view(self) -> "LayerStream":
+    def view(self) -> "LayerCache":
         """A copy with lists of its own, on the same tensors."""
-        copy = LayerStream.__new__(LayerStream)
+        copy = LayerCache.__new__(LayerCache)
         copy.__dict__.update(self.__dict__)
         copy.counts, copy.open = list(self.counts), dict(self.open)
         return copy
 
-    def fork(self) -> "LayerStream":
+    def fork(self) -> "LayerCache":
         """An independent copy. States, readings and windows are values that nobody writes to; open buffers are not."""
         copy = self.view()
         copy.open = {name: tensor.clone() for name, tensor in self.open.items()}

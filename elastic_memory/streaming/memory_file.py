@@ -56,7 +56,7 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
     """Write `cache` to `path`, whole or not at all."""
     if not any(cache.clock):
         raise ValueError("this cache has read nothing yet: there is nothing to save")
-    cache.refresh(cache.model.base_model.rope())  # a state of the order that the file will name
+    cache.refresh()  # a state of the order that the file will name
     longest = max(cache.opened)
     tensors: dict[str, Tensor] = {}
     for index, stream in enumerate(cache.streams):

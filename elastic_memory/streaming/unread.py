@@ -52,7 +52,7 @@ def _read(unread: UnreadCache) -> MemoryCache:
             "read the one to go on with by itself"
         )
     cache = MemoryCache(model)
-    model.base_model.stream(ids, embeds, mask, cache, keep=1)
+    cache.feed(model.base_model, ids, embeds, mask, keep=1)
     unread.__dict__.clear()
     unread.__dict__.update(cache.__dict__)
     object.__setattr__(unread, "__class__", MemoryCache)
