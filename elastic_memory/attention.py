@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elastic_memory.fast.kernels import flash
+from elastic_memory.common.speedups import find
 from elastic_memory.shapes import Bool, Float, Tensor
+
+fast = find("attention")
 
 
 @contextmanager
@@ -48,8 +50,8 @@ def trapezoidal(
     With as many keys as queries this is plain causal attention; memory in front of the block makes it a trapezoid.
     """
     queries, before = query.shape[2], key.shape[2] - query.shape[2]
-    if queries > 1 and flash.fits(query, key):
-        mixed = flash.causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
+    if queries > 1 and fast is not None and fast.supports(query, key):
+        mixed = fast.causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
         return mixed.transpose(1, 2)
     grouped = query.shape[1] != key.shape[1]
     if before == 0 or queries == 1:
@@ -110,3 +112,32 @@ def window_mask(queries: int, before: int, window: int, device: torch.device) ->
     """Which of `before + queries` keys the last `queries` of them see: the newest `window`, itself included."""
     distance = (before + torch.arange(queries, device=device))[:, None] - torch.arange(before + queries, device=device)
     return (distance >= 0) & (distance < window)
+
+
+def used_twice(x: Float[Tensor, "batch head token dim"]) -> tuple[Tensor, Tensor]:
+    """x for attention and for memory. Their gradients are added with tokens first, as projections need them.
+
+    Left to itself, a compiler writes the sum with heads first, and then copies it.
+    """
+    one, other = _UsedTwice.apply(x)
+    return one, other
+
+
+class _UsedTwice(torch.autograd.Function):
+    """x and x."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor | None, other: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        if one is None or other is None:
+            return one if other is None else other
+        return (one.transpose(1, 2) + other.transpose(1, 2)).transpose(1, 2)

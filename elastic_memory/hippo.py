@@ -19,7 +19,7 @@ from numbers import Integral, Real
 
 import torch
 
-from elastic_memory.fast.kernels import triton_runs_on
+from elastic_memory.common.speedups import find
 from elastic_memory.shapes import Float, Tensor
 
 METHODS = ("zoh", "forward", "backward", "bilinear")
@@ -29,6 +29,8 @@ METHODS = ("zoh", "forward", "backward", "bilinear")
 AT_ONCE = {"cpu": 2**15, "cuda": 2**22}
 
 Device = torch.device | str | int | None
+
+fast = find("hippo")
 
 
 def legs(order: int, *, device: Device = None) -> tuple[Float[Tensor, "order order"], Float[Tensor, " order"]]:
@@ -83,10 +85,9 @@ def transitions(
     Row n holds the coefficients of phi_n(r u) in the basis phi_m(u). In z = 2u - 1 that is phi_n at r z + r - 1, and
     z phi_m = b_m phi_{m-1} + b_{m+1} phi_{m+1}; so Legendre's three-term recurrence carries rows n-1 and n to row n+1.
     """
-    if _fused(ratios):
-        from elastic_memory.fast.kernels import sweeps
-
-        return sweeps.transitions(order, ratios, dtype)
+    kernels = fast and fast.kernels_on(ratios.device)
+    if kernels:
+        return kernels.transitions(order, ratios, dtype)
     power = ratios.new_zeros(len(ratios), order, order)
     power[:, 0, 0] = ratios
     b = [m / math.sqrt(4 * m**2 - 1) for m in range(1, order)]
@@ -119,7 +120,7 @@ def projection(
 def projections(
     order: int, edges: Float[Tensor, "... edge"], dtype: torch.dtype = torch.float64
 ) -> Float[Tensor, "... order token"]:
-    """Integrals of phi_n between neighbouring moments: the kernels of any number of blocks in one sweep, cast last."""
+    """Integrals of phi_n between neighbouring points: the kernels of any number of blocks in one sweep, cast last."""
     kernel = edges.new_empty(*edges.shape[:-1], order, edges.shape[-1] - 1, dtype=dtype)
     by_row = kernel.movedim(-2, 0)
     for rows, areas in _antiderivatives(order, edges.flatten()):
@@ -129,9 +130,9 @@ def projections(
 
 
 def basis(order: int, u: Tensor | list[float], *, device: Device = None) -> Float[Tensor, "point order"]:
-    """R of eq. 7: phi_n at the moments `u` of the history, 0 its beginning and 1 now."""
+    """R of eq. 7: phi_n at the points `u` of the history, 0 its beginning and 1 now."""
     _check_order(order)
-    u = _check_moments(u, device)
+    u = _check_points(u, device)
     values = next(legendre(u, order - 1))[1:]
     return values.mul_(_roots(order, u.device)).T
 
@@ -139,7 +140,7 @@ def basis(order: int, u: Tensor | list[float], *, device: Device = None) -> Floa
 def integral(order: int, u: Tensor | list[float], *, device: Device = None) -> Float[Tensor, "point order"]:
     """Phi_n, the integral of phi_n from 0 to `u`: what projections and averages over cells are made of."""
     _check_order(order)
-    u = _check_moments(u, device)
+    u = _check_points(u, device)
     values = u.new_empty(order, len(u))
     for rows, areas in _antiderivatives(order, u):
         values[rows] = areas
@@ -177,7 +178,7 @@ def compress(
 def reconstruct(
     state: Float[Tensor, "order ..."], u: Tensor | list[float], *, device: Device = None
 ) -> Float[Tensor, "point ..."]:
-    """The history that a state stands for (eq. 8), at the moments `u`: 0 its beginning, 1 now."""
+    """The history that a state stands for (eq. 8), at the points `u`: 0 its beginning, 1 now."""
     _check_signal(state, "state")
     device = state.device if device is None else device
     coefficients = state.reshape(len(state), -1).to(device, torch.float64)
@@ -242,10 +243,9 @@ def legendre(u: Float[Tensor, " point"], rows: int, shared: int = 2) -> Iterator
 
 def _climb(panel: Float[Tensor, "row point"], u: Float[Tensor, " point"], degree: int) -> None:
     """Fill all rows but the first two: P_degree, P_{degree+1}, ..."""
-    if _fused(u):
-        from elastic_memory.fast.kernels import sweeps
-
-        return sweeps.climb(panel, u, degree)
+    kernels = fast and fast.kernels_on(u.device)
+    if kernels:
+        return kernels.climb(panel, u, degree)
     z = 2 * u - 1
     below, here = panel[:2].unbind()
     for n, row in enumerate(panel[2:].unbind(), degree):
@@ -270,11 +270,6 @@ def _roots(order: int, device: Device) -> Float[Tensor, "order 1"]:
     return torch.arange(1, 2 * order, 2, dtype=torch.float64, device=device).sqrt()[:, None]
 
 
-def _fused(tensor: Tensor) -> bool:
-    """Whether kernels can do a loop over n in one launch; one by one, its steps would keep a GPU waiting."""
-    return triton_runs_on(tensor.device)
-
-
 def _check_order(order: int) -> None:
     if not isinstance(order, Integral) or order < 1:
         raise ValueError(f"order {order!r}: a memory state has a whole number of coefficients, at least 1")
@@ -288,14 +283,14 @@ def _check_times(start: int | float, end: int | float) -> None:
         raise ValueError(f"from time {start} to time {end}: a history only grows; the start must not lie after the end")
 
 
-def _check_moments(u: Tensor | list[float], device: Device) -> Float[Tensor, " point"]:
+def _check_points(u: Tensor | list[float], device: Device) -> Float[Tensor, " point"]:
     u = torch.as_tensor(u, dtype=torch.float64)
     if u.ndim != 1:
-        raise ValueError(f"moments of shape {list(u.shape)}: a one-dimensional list of moments fits")
+        raise ValueError(f"points of shape {list(u.shape)}: a one-dimensional list of points fits")
     if u.numel() and not bool(((u >= 0) & (u <= 1)).all()):
         outside = u[~((u >= 0) & (u <= 1))][0].item()
-        raise ValueError(f"moment {outside}: moments run from 0, the first token, to 1, now")
-    return u.to(device=device)  # checked where it came from: a GPU would have to be waited for
+        raise ValueError(f"point {outside}: points of the history run from 0, the first token, to 1, now")
+    return u.to(device=device)  # checked where it came from: avoids a GPU synchronisation
 
 
 def _check_signal(signal: Tensor, name: str) -> None:

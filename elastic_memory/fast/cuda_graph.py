@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from elastic_memory.memory import ParallelMemory
 from elastic_memory.shapes import Float, Tensor
 
 
@@ -19,7 +20,7 @@ def gains(model: Any) -> bool:
     """
     if not (getattr(model, "compiled", False) and model.device.type == "cuda") or model.is_gradient_checkpointing:
         return False
-    return not all(memory.parallel for memory in model.memories.values())
+    return not all(isinstance(memory, ParallelMemory) for memory in model.memories.values())
 
 
 class Captured:

@@ -4,18 +4,22 @@ Inside a block nothing changes but tensors: the token, its position, one more co
 captured once and replayed; when blocks close, rows are reordered or tokens taken back, the buffers are filled anew.
 
 Layers that are plain Llama but for columns of memory run on five kernels of our own (`kernels/decoding.py`), which look
-only at what a row sees; others on `MemoryLayer.decode`, which looks at a stretch of the block under a mask.
+only at what a row sees; others on `_decode_layer`, which looks at a stretch of the block under a mask.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from elastic_memory.attention import rotate
 from elastic_memory.fast.kernels import triton_runs_on
-from elastic_memory.shapes import Float, Int, Tensor
+from elastic_memory.memory import Reading
+from elastic_memory.memory.contract import Heads
+from elastic_memory.shapes import Bool, Float, Int, Tensor
 from elastic_memory.streaming.layer_cache import LayerCache, column_mask
 
 # With a mask, a step looks at a whole number of such stretches of the block, as many as its rows have begun: looking at
@@ -97,8 +101,8 @@ class Decoder:
                 shared[memory, before] = self.positions + stream.front, mask
             columns, mask = shared[memory, before]
             visible = None if stream.memory.shares_softmax else self.remembered[index]
-            hidden = layer.decode(
-                hidden, shared["rope"], self.positions, columns, self.buffers[index], mask, self.readings[index],
+            hidden = _decode_layer(
+                layer, hidden, shared["rope"], self.positions, columns, self.buffers[index], mask, self.readings[index],
                 visible,
             )  # fmt: skip
         self.positions.add_(1)
@@ -180,6 +184,54 @@ class Decoder:
     def _shapes(streams: list[LayerCache]) -> list[Any]:
         """What it depends on in the cache."""
         return [(len(stream.counts), stream.front, [part.shape for part in stream.reading or ()]) for stream in streams]
+
+
+def _decode_layer(
+    layer: Any,
+    hidden: Float[Tensor, "batch 1 width"],
+    rope: tuple[Tensor, Tensor],
+    positions: Int[Tensor, "batch 1"],
+    columns: Int[Tensor, "batch 1"],
+    buffers: dict[str, Tensor],
+    mask: Float[Tensor, "batch 1 1 column"],
+    reading: Reading | None,
+    visible: Bool[Tensor, "batch column"] | None,
+) -> Float[Tensor, "batch 1 width"]:
+    """One token of each row, on buffers with room for a whole block: tensors in, tensors out, no Python state.
+
+    `columns` are the rows' positions behind the front; `mask` is added to attention's scores.
+    """
+    before, after = _compiled(layer, before_attention), _compiled(layer, after_attention)
+    query, key, value, rotated, rotated_key = before(hidden, rope)
+    for name, new, place in (("key", rotated_key, columns), ("value", value, columns), ("raw", key, positions)):
+        if name in buffers:
+            buffers[name].scatter_(2, place[:, None, :, None].expand_as(new), new.to(buffers[name].dtype))
+    known, held = (buffers[name][:, :, : mask.shape[-1]] for name in ("key", "value"))
+    output = after(hidden, layer.self_attn.mix(query, rotated, known, held, reading, mask, visible))
+    if "output" in buffers:
+        kept = output.to(buffers["output"].dtype)
+        buffers["output"].scatter_(1, positions[:, :, None].expand_as(kept), kept)
+    return output
+
+
+def _compiled(layer: Any, function: Callable) -> Callable:
+    """`function` of this layer, compiled if `compile_blocks` was called."""
+    return vars(layer).get(function.__name__, partial(function, layer))
+
+
+def before_attention(
+    layer: Any, hidden: Float[Tensor, "batch 1 width"], rope: tuple[Tensor, Tensor]
+) -> tuple[Heads, Heads, Heads, Heads, Heads]:
+    """Query, key and value of a token to decode, and query and key rotated; `compile_blocks` compiles it."""
+    query, key, value = layer.self_attn.project(layer.input_layernorm(hidden))
+    rotated, rotated_key = (rotate(x, *rope).to(x.dtype) for x in (query, key))
+    return query, key, value, rotated, rotated_key
+
+
+def after_attention(layer: Any, hidden: Float[Tensor, "batch 1 width"], mixed: Heads) -> Float[Tensor, "batch 1 width"]:
+    """What follows on a decoded token's attention; `compile_blocks` compiles it."""
+    result: Tensor = layer.finish(hidden, mixed)
+    return result
 
 
 def _kernels(device: torch.device) -> Any:

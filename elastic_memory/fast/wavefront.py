@@ -16,9 +16,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import _has_any_global_hook
 
-from elastic_memory.fast.compile import compiled
-from elastic_memory.memory import State
-from elastic_memory.model.layer import HOOKS, MemoryLayer
+from elastic_memory.fast.compiled import compiled
+from elastic_memory.memory import State, SummaryTokenMemory
+from elastic_memory.model.backbone import MemoryBackbone
+from elastic_memory.model.hooks import has_hooks
+from elastic_memory.model.layer import MemoryLayer
 from elastic_memory.model.rope import Rope
 from elastic_memory.shapes import Float, Tensor
 
@@ -32,24 +34,32 @@ PROJECTIONS |= {"mlp.gate_proj.weight": BETWEEN, "mlp.up_proj.weight": BETWEEN, 
 
 
 class Wavefront:
-    """Whole samples through layers that `suit`; `fits` says whether these layers do now."""
+    """Runs whole samples through the layers of a backbone: all at once if it `fits`, else one after the other."""
 
     def __init__(self, layer: MemoryLayer, **options: Any):
         self.shapes, self.template = _shapes(layer), _Template(layer)
-        self.run, self.add, self.join = (compiled(function, **options) for function in (_together, _add, _join))
+        self.run, self.add, self.join = (compiled(function, **options) for function in (_run_group, _add, _join))
 
     def fits(self, layers: Sequence[MemoryLayer], hidden: Float[Tensor, "batch token width"]) -> bool:
         """Whether there is something to gain, and layers are still such as this was made for."""
         (rows, length, _), size = hidden.shape, layers[0].locality.block_size
         gains = rows > 0 and length % size == 0 and length >= 3 * size and 2 * rows * size <= TOKENS
-        if not gains or hidden.is_meta or not suit(layers):
+        if not gains or hidden.is_meta or not supports(layers):
             return False
         return _shapes(layers[0]) == self.shapes and type(layers[0].memory) is type(self.template.layer.memory)
 
     def __call__(
-        self, layers: Sequence[MemoryLayer], hidden: Float[Tensor, "batch token width"], rope: Rope
+        self, backbone: Any, hidden: Float[Tensor, "batch token width"], rope: Rope
     ) -> Float[Tensor, "batch token width"]:
         """What leaves the last layer."""
+        if not self.fits(backbone.layers, hidden):
+            return MemoryBackbone.run_layers(backbone, hidden, rope)
+        return self.wave(backbone.layers, hidden, rope)
+
+    def wave(
+        self, layers: Sequence[MemoryLayer], hidden: Float[Tensor, "batch token width"], rope: Rope
+    ) -> Float[Tensor, "batch token width"]:
+        """Blocks of different layers as rows of one batch."""
         rows, memories = len(hidden), [layer.memory for layer in layers]
         stacks, shared = _stacks([dict(layer.named_parameters()) for layer in layers], hidden), _Shared(self.add)
         blocks = [*_blocks(hidden, layers[0].locality.block_size)]  # each as far as it has come
@@ -58,7 +68,7 @@ class Wavefront:
         if first:  # block 0 reads nothing, so it waits for nobody and is of another shape
             for index, layer in enumerate(layers):
                 output, state = layer.one_block(blocks[0], rope, states[index], 0, False, True)
-                blocks[0], states[index] = _own(output), memories[index].cut(state, 1)
+                blocks[0], states[index] = _contiguous_copy(output), memories[index].cut(state, 1)
         many = together(len(layers), blocks[0][..., 0].numel())
         for turns in _schedule(len(layers), range(first, len(blocks)), many):
             for group in _pieces(list(turns), many):
@@ -66,7 +76,7 @@ class Wavefront:
                 taken = [blocks[block] for block in turn]
                 output, written = self.run(self.template, shared.take(stacks, own), taken, rope, states[own])
                 # Apart again here: a compiled graph would hand out each gradient as large as all.
-                outputs = _Apart.apply(self.join, rows, output)
+                outputs = _SplitRows.apply(self.join, rows, output)
                 parts = zip(*(part.split(rows) for part in written), strict=True)
                 for index, block, own_output, state in zip(group, turn, outputs, parts, strict=True):
                     blocks[block], states[index] = own_output, memories[index].cut(state, block + 1)
@@ -87,11 +97,12 @@ def _schedule(layers: int, blocks: range, many: int) -> Iterator[dict[int, int]]
         yield {index: blocks[step - start] for index, start in enumerate(starts) if 0 <= step - start < len(blocks)}
 
 
-def suit(layers: Sequence[MemoryLayer]) -> bool:
-    """Whether layers wait for blocks, are alike, of the parts that are known here, and nobody needs them one by one."""
+def supports(layers: Sequence[MemoryLayer]) -> bool:
+    """Whether these are identical layers of sequential memories, of supported parts, without hooks."""
     memory, shapes = layers[0].memory, _shapes(layers[0])
     known = {name for name in shapes if not name.startswith(MEMORY)} == {*PROJECTIONS, BEFORE, BETWEEN}
-    if memory.parallel or not memory.by_row or not known or len(layers) < 2 or _has_any_global_hook():
+    by_row = isinstance(memory, SummaryTokenMemory) and memory.per_row_parameters
+    if not by_row or not known or len(layers) < 2 or _has_any_global_hook():
         return False
     return all(_plain(layer) and type(layer.memory) is type(memory) and _shapes(layer) == shapes for layer in layers)
 
@@ -106,7 +117,7 @@ def _plain(layer: MemoryLayer) -> bool:
         return False
     if not all(_scales(type(norm)) for norm in (layer.input_layernorm, layer.post_attention_layernorm)):
         return False
-    return not any("forward" in vars(part) or any(getattr(part, name) for name in HOOKS) for part in layer.modules())
+    return not any("forward" in vars(part) or has_hooks(part) for part in layer.modules())
 
 
 @lru_cache
@@ -197,7 +208,7 @@ def _add(sums: list[Tensor], gradients: list[Tensor]) -> None:
 
 def _blocks(x: Float[Tensor, "batch token width"], size: int) -> tuple[Float[Tensor, "batch size width"], ...]:
     """All of one layout, whatever the length of the sample, as each layout would be compiled."""
-    return _own(x.unflatten(1, (-1, size)).transpose(0, 1)).unbind()
+    return _contiguous_copy(x.unflatten(1, (-1, size)).transpose(0, 1)).unbind()
 
 
 class _Whole(torch.autograd.Function):
@@ -213,7 +224,7 @@ class _Whole(torch.autograd.Function):
         return _blocks(gradient, ctx.size)
 
 
-class _Apart(torch.autograd.Function):
+class _SplitRows(torch.autograd.Function):
     """Rows of each layer for themselves. Gradients that come as parts of larger ones are joined by one kernel."""
 
     @staticmethod
@@ -273,7 +284,7 @@ class _Product(torch.autograd.Function):
         return torch.bmm(gradient, weight), torch.bmm(gradient.mT, x)
 
 
-def _together(
+def _run_group(
     template: _Template,
     stacks: dict[str, Tensor],
     blocks: list[Tensor],
@@ -289,10 +300,10 @@ def _together(
     state = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
     # A last block writes too, to no purpose: it is then the same function as all others.
     output, state = functional_call(template, given, (torch.cat(blocks), rope, state, 0, True, True))
-    return _own(output), state
+    return _contiguous_copy(output), state
 
 
-def _own(x: Tensor) -> Tensor:
+def _contiguous_copy(x: Tensor) -> Tensor:
     """In memory of its own; `contiguous` would leave the strides of a single row as they are."""
     return x.clone(memory_format=torch.contiguous_format)
 

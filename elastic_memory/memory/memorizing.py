@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from elastic_memory.attention import masked
-from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State, gated, one_of, wide
+from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.tools import gated, one_of, wide
 from elastic_memory.shapes import Bool, Float, Tensor
 
 
@@ -18,7 +19,7 @@ class Queue(NamedTuple):
     value: Float[Tensor, "batch kv_head order dim"]
 
 
-class MemorizingMemory(Memory):
+class MemorizingMemory(ParallelMemory):
     """A softmax over the queue beside the block's own, a gate per head between the two, gradients into the queue.
 
     `order`: tokens in the queue. `combine`: gate, or joint for one softmax over queue and block, without gates (and not
@@ -27,8 +28,10 @@ class MemorizingMemory(Memory):
     into the queue, as in the original.
     """
 
-    source = "Memorizing Transformers (arXiv 2203.08913), without its kNN search"
-    phrase = "a queue of the newest tokens, attended in full"
+    info = MemoryInfo(
+        source="Memorizing Transformers (arXiv 2203.08913), without its kNN search",
+        phrase="a queue of the newest tokens, attended in full",
+    )
     no_join = None
 
     def __init__(

@@ -5,17 +5,19 @@ from typing import Any
 
 import torch
 
-from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State
+from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.memorizing import MemorizingMemory
 from elastic_memory.shapes import Float, Tensor
 
 
-class RecentMemory(Memory):
+class RecentMemory(ParallelMemory):
     """`share` of `order` is a queue at its true positions, the rest a polynomial; both join the block's softmax."""
 
-    source = "control: elastic memory beside a queue, at equal floats"
-    phrase = "the newest tokens raw, the whole history as a polynomial"
+    info = MemoryInfo(
+        source="control: elastic memory beside a queue, at equal floats",
+        phrase="the newest tokens raw, the whole history as a polynomial",
+    )
     shares_softmax = True
     no_join = None
     no_sliding = "queue and window would hold the same tokens, and count them twice in one softmax"
@@ -66,7 +68,7 @@ class RecentMemory(Memory):
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
-        """Each by its fast road."""
+        """Each in its own way."""
         parts = (memory.read_all(key, value, host) for memory in (self.elastic, self.queue))
         return [_beside(*pair) for pair in zip(*parts, strict=True)]
 

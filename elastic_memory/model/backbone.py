@@ -7,8 +7,6 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
-from elastic_memory.fast.wavefront import Wavefront
-from elastic_memory.memory.contract import constant
 from elastic_memory.model.rope import Rope
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.cache import MemoryCache
@@ -22,8 +20,6 @@ Mixed: Any = object
 
 class MemoryBackbone(Mixed):
     """Mixin for `LlamaModel` and its kind: embedding, layers with memory, norm."""
-
-    wavefront: Wavefront | None = None  # of a compiled model whose layers have to wait for blocks
 
     def rope(self, size: int = 0) -> Rope:
         """Rotary positions of this model, with a table for blocks of `size` tokens."""
@@ -64,18 +60,8 @@ class MemoryBackbone(Mixed):
         if use_cache and past_key_values is None:
             past_key_values = MemoryCache(self)
         if past_key_values is not None:
-            if not isinstance(past_key_values, MemoryCache):
-                kind = type(past_key_values).__name__
-                raise ValueError(f"past_key_values is a {kind}; this model needs a MemoryCache(model)")
-            tokens, wanted = (input_ids, inputs_embeds, attention_mask), 0 if output_hidden_states else keep
-            every = past_key_values.feed(self, *tokens, wanted, bool(output_hidden_states))
-            return BaseModelOutputWithPast(
-                last_hidden_state=every[-1][:, -keep:],
-                past_key_values=past_key_values,
-                hidden_states=_chosen(every, output_hidden_states),
-            )
-
-        length = constant(source.shape[1])  # blocks and operators depend on it
+            tokens = input_ids, inputs_embeds, attention_mask
+            return self._stream(past_key_values, tokens, keep, output_hidden_states)
         rows = None
         if position_ids is not None and position_ids.shape == source.shape[:2]:
             rows = from_positions(position_ids, attention_mask)
@@ -84,25 +70,34 @@ class MemoryBackbone(Mixed):
         source = rows.align(source) if rows else source
         hidden = self.residual(self.embed_tokens(source) if input_ids is not None else source)
         every = []
-        length = hidden.shape[1] if rows else length
-        # Its length would be one more that graphs depend on.
-        like = hidden.new_empty(())
-        before, behind = (max(ends) for ends in zip(*[layer.span(length) for layer in self.layers], strict=True))
-        rope = Rope(self.rotary_emb, like, before, behind)
-        if self.wavefront is not None and not output_hidden_states and self.wavefront.fits(self.layers, hidden):
-            hidden = self.wavefront(self.layers, hidden, rope)
-        else:
+        spans = [layer.span(hidden.shape[1]) for layer in self.layers]
+        before, behind = (max(ends) for ends in zip(*spans, strict=True))
+        # Of `hidden` only type and device: its length would be one more that graphs depend on.
+        rope = Rope(self.rotary_emb, hidden.new_empty(()), before, behind)
+        if output_hidden_states:
             for layer in self.layers:
-                if output_hidden_states:
-                    every.append(rows.restore(hidden) if rows else hidden)
-                    hidden = rows.align(every[-1]) if rows else hidden  # gradients reach what is returned
-                hidden = layer(hidden, rope)
+                every.append(rows.restore(hidden) if rows else hidden)
+                hidden = layer(rows.align(every[-1]) if rows else hidden, rope)  # gradients reach what is returned
+        else:
+            hidden = self.run_layers(hidden, rope)
         hidden = self.last_norm(hidden)
         if rows:
             hidden = rows.restore(hidden)
         states = _chosen([*every, hidden], output_hidden_states)
         cache = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
         return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], past_key_values=cache, hidden_states=states)
+
+    def _stream(
+        self, cache: Any, tokens: tuple[Tensor | None, ...], keep: int, output_hidden_states: bool | Collection[int]
+    ) -> BaseModelOutputWithPast:
+        """`forward` for the next tokens of a cache."""
+        if not isinstance(cache, MemoryCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}; this model needs a MemoryCache(model)")
+        every = cache.feed(self, *tokens, 0 if output_hidden_states else keep, bool(output_hidden_states))
+        states = _chosen(every, output_hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=every[-1][:, -keep:], past_key_values=cache, hidden_states=states
+        )
 
     def residual(self, embeddings: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
         """What layers add to: in bf16 under such an autocast, as float32 would double the traffic.
@@ -115,8 +110,14 @@ class MemoryBackbone(Mixed):
         narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
         return embeddings.bfloat16() if narrow else embeddings
 
+    def run_layers(self, hidden: Float[Tensor, "batch token width"], rope: Rope) -> Float[Tensor, "batch token width"]:
+        """One layer after the other; `compile_blocks` may replace this."""
+        for layer in self.layers:
+            hidden = layer(hidden, rope)
+        return hidden
+
     def last_norm(self, hidden: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
-        """The norm behind the layers; of its own, as training compiles it."""
+        """The norm behind the layers; `compile_blocks` may replace this."""
         return self.norm(hidden)
 
 

@@ -13,7 +13,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from elastic_memory.memory import MEMORIES, Geometry, Memory
-from elastic_memory.model.layer import Locality
+from elastic_memory.model.locality import Locality
 
 LOCAL_ATTENTION = ("block", "sliding", "full")
 
@@ -71,7 +71,7 @@ class MemorySettings:
             if not 0 <= layer < self.geometry.layers:
                 raise ValueError(f"memory_layers has {layer}; this model has layers 0 to {self.geometry.layers - 1}")
         kind = MEMORIES[self.memory]
-        if kind.layers(1) == [] and self.memory_layers:
+        if not kind.info.layers(1) and self.memory_layers:
             raise ValueError(f"memory={self.memory!r} with memory_layers={self.memory_layers}: leave the layers out")
         with torch.device("meta"):  # only to hear its complaints
             memory = kind.build(self.geometry, self.options())
@@ -100,7 +100,11 @@ class MemorySettings:
 
     def layers(self) -> list[int]:
         """Layers with memory."""
-        return MEMORIES[self.memory].layers(self.geometry.layers) if self.memory_layers is None else self.memory_layers
+        return (
+            MEMORIES[self.memory].info.layers(self.geometry.layers)
+            if self.memory_layers is None
+            else self.memory_layers
+        )
 
     def memory_at(self, index: int) -> Memory:
         """A fresh memory for one layer."""
@@ -225,7 +229,7 @@ class MemoryLlamaConfig(LlamaConfig):
         shape = cls(memory="none", **(bare | {"local_attention": "block"})).geometry()
         kind = MEMORIES[memory]
         if "memory_order" not in overrides:
-            values["memory_order"] = kind.order_at(memory_multiple, shape)
+            values["memory_order"] = kind.info.order_at(memory_multiple, shape)
         if "memory_points" not in overrides and not kind.has_option("points"):
             del values["memory_points"]
         return cls(memory=memory, **values)

@@ -1,8 +1,6 @@
 """Llama, its layers replaced: `MemoryLlamaForCausalLM`, and the mixin that does the same for other such models."""
 
 import copy
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,13 +13,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
-from elastic_memory.fast.compile import compiled
-from elastic_memory.fast.wavefront import Wavefront, suit
+from elastic_memory.common.speedups import find
 from elastic_memory.memory import MEMORIES, Memory
+from elastic_memory.memory.counts import extra_parameters, state_floats
 from elastic_memory.model.backbone import MemoryBackbone, Mixed, check_mask
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
-from elastic_memory.model.loss import next_token_loss, plain_head, summed_loss
+from elastic_memory.model.loss import next_token_loss, plain_head
 from elastic_memory.model.padding import PaddedRotary, pad_heads
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.cache import MemoryCache
@@ -112,25 +110,15 @@ class MemoryCausalLM(Mixed):
         return self._loss(*source, given["labels"], given["num_items_in_batch"])
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile training and the single steps of static caches; layers that are alike share graphs.
+        """Compile training and the single steps of static caches; `options` go to `torch.compile`.
 
-        First calls then take about a minute together, half a minute more where layers go together.
-        Other streams stay as they are. `options` go to `torch.compile`.
+        Each layer is compiled, identical ones share graphs; for sequential memories several layers run as a wavefront.
+        The first calls then take about a minute, half a minute more for a wavefront. Other streams stay as they are.
         """
-        # As many rows as somebody decodes; captured already, so without a mode that captures.
-        steps = {"dynamic": None} | {name: value for name, value in options.items() if name != "mode"}
-        options = {"fullgraph": True, "dynamic": False} | options
-        model = self.base_model
-        model.wavefront = Wavefront(model.layers[0], **options) if suit(model.layers) else None
-        for layer in model.layers:
-            # Where there is a loop over blocks, its body once instead of all its rounds in one long graph.
-            name = "blocks" if layer.memory.parallel else "one_block"
-            # Bound to the layer after compilation, as a copy of the layer then has its own.
-            setattr(layer, name, MethodType(compiled(getattr(MemoryLayer, name), **options), layer))
-            for name in ("before_attention", "after_attention"):
-                setattr(layer, name, MethodType(compiled(getattr(MemoryLayer, name), **steps), layer))
-        model.last_norm = MethodType(compiled(MemoryBackbone.last_norm, **options), model)
-        self._loss = partial(next_token_loss, summed=compiled(summed_loss, **options))
+        fast = find("compile")
+        if fast is None:
+            raise ValueError("compile_blocks: the folder elastic_memory/fast is missing here; train without compiling")
+        fast.compile_blocks(self, **options)
 
     @property
     def compiled(self) -> bool:
@@ -170,9 +158,9 @@ class MemoryCausalLM(Mixed):
                 {
                     "layer": index,
                     "memory": names[type(memory)],
-                    "state_floats": counted.floats.paper,
-                    "carried_floats": counted.floats.carried,
-                    "extra_parameters": memory.extra_parameters,
+                    "state_floats": state_floats(counted).paper,
+                    "carried_floats": state_floats(counted).carried,
+                    "extra_parameters": extra_parameters(memory),
                 }
             )
         return report

@@ -8,7 +8,7 @@ so they stay zero through training.
 import torch
 from torch import nn
 
-from elastic_memory.memory.contract import real_features
+from elastic_memory.memory.tools import real_features
 from elastic_memory.shapes import Int, Tensor
 
 

@@ -8,6 +8,8 @@ from elastic_memory.shapes import Float, Int, Tensor
 
 Heads = Float[Tensor, "batch head token dim"]
 
+PADDING = 32  # blocks with summary tokens may be padded to a multiple of so many tokens (fast/summary_tokens.py)
+
 
 class Rope:
     """Rotary positions, which run 0, 1, ... inside each block, so that a layer is the same function in every block."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_memory.attention import rotate
-from elastic_memory.memory import Block, Host, Memory, Reading, State
+from elastic_memory.memory import Block, Host, Memory, Reading, State, SummaryTokenMemory
 from elastic_memory.shapes import Bool, Int, Tensor
 
 SMALLEST = 64  # tokens of room a fresh open block starts with; doubled as it fills
@@ -65,7 +65,7 @@ class LayerCache:
         self.window: tuple[Tensor, Tensor] | None = None  # the previous block, for sliding attention
         self.open: dict[str, Tensor] = {}
         # Attention needs rotated keys, memory raw ones; outputs only where the mechanism says so.
-        needed = {"raw": keep_raw, "output": memory.tail() is not None}
+        needed = {"raw": keep_raw, "output": isinstance(memory, SummaryTokenMemory)}
         self.kept = {"key", "value"} | {name for name, wanted in needed.items() if wanted}
 
     @property

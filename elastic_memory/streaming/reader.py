@@ -7,18 +7,17 @@ always be taken back, and a rollback inside the open block is exact.
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from elastic_memory.attention import without_cudnn
+from elastic_memory.common.speedups import find
+from elastic_memory.memory import ParallelMemory
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.composing import digest
 from elastic_memory.streaming.layer_cache import LayerCache, Part, Segment
 from elastic_memory.streaming.packing import Rows, from_mask
-
-if TYPE_CHECKING:
-    from elastic_memory.fast.decoder import Decoder
 
 AT_ONCE = 2**14  # tokens of whole blocks that a stream reads in one go: enough for long products, little to hold
 
@@ -40,7 +39,7 @@ class Reader(Mixed):
         self.parts: list[list[Part]] = []  # by row: texts that have ended, before the one that is being read
         self.digests: list[str | None] = []  # by row: of the present text's ids in memory; None if they are unknown
         self.texts: list[str] = []  # what was read, as whoever gave it to the model calls it, newest last
-        self.decoder: Decoder | None = None
+        self.decoder: Any = None  # of fast/
         self.decoding = False  # whether the decoder's buffers are what this cache holds
         self.recording = False
         self.before: Self | None = None  # if recording: this cache as it was when its newest block closed
@@ -82,7 +81,7 @@ class Reader(Mixed):
         self.begin(batch, source.device)
         rows = _padded_rows(mask, columns)
         probed = any([attention.corrupt is not None for attention in self.attentions])
-        captured = self.static and (self.decoder is not None or not backbone.offloaded())
+        captured = self.static and find("decoder") and (self.decoder is not None or not backbone.offloaded())
         if captured and columns == 1 and ids is not None and rows is None and not probed and not every:
             return [self._decode(backbone, ids)]
         self.mark()
@@ -147,15 +146,14 @@ class Reader(Mixed):
 
     def _decode(self, backbone: Any, ids: Int[Tensor, "batch 1"]) -> Float[Tensor, "batch 1 width"]:
         """One token of each row by the cache's decoder, which is filled anew whenever blocks close."""
-        from elastic_memory.fast.decoder import Decoder  # the only place where streaming asks for what is faster
-
+        decoders = find("decoder").Decoder
         settled = self.decoder.settled if self.decoder is not None and self.decoding else None
-        if settled != Decoder.conditions(backbone, self.streams) or self.block_size in self.opened:
+        if settled != decoders.conditions(backbone, self.streams) or self.block_size in self.opened:
             self.mark()
             self.refresh()
             if self._close_full(backbone, [True] * len(ids)):
                 self.mark(anew=True)  # the decoder writes over the blocks that are in memory now
-            self.decoder = Decoder.fitting(self.decoder, backbone, self.streams, ids)
+            self.decoder = decoders.fitting(self.decoder, backbone, self.streams, ids)
             self.tokens = self.decoder.take(self.streams, self.seen, self.opened, self.tokens)
             self.decoding = True
         hidden = self.decoder(ids, max(self.opened))  # type: ignore[misc]
@@ -241,7 +239,8 @@ class Reader(Mixed):
     def whole_blocks(self, remaining: list[int]) -> int:
         """How many blocks to read at once, each followed by more tokens: of rows with one clock, nothing open."""
         alike = len(set(self.seen)) == 1 and not any(self.opened)
-        if not alike or self.recording or self.locality.sliding or not all(memory.parallel for memory in self.memories):
+        parallel = all(isinstance(memory, ParallelMemory) for memory in self.memories)
+        if not alike or self.recording or self.locality.sliding or not parallel:
             return 0
         blocks = min(min(remaining) - 1, AT_ONCE // self.batch) // self.block_size
         return blocks if blocks > 1 else 0

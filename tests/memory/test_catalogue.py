@@ -21,7 +21,7 @@ def test_the_readme_is_up_to_date():
 @pytest.mark.parametrize(("name", "kind"), MEMORIES.items())
 def test_a_memory_says_what_it_is(name, kind):
     """What the catalogue shows of it, and what its constructor can be asked for."""
-    assert kind.source and kind.phrase and kind.__doc__
+    assert kind.info.source and kind.info.phrase and kind.__doc__
     assert f"| `{name}` |" in (ROOT / "README.md").read_text(encoding="utf-8")
     # These mean the same everywhere, and are explained with the configuration.
     shared = {"order", "points", "sampling", "sampling_options", "road"}

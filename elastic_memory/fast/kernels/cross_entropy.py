@@ -57,9 +57,9 @@ def _losses(logits, labels, found, vocabulary, DIFFERENTIATE: tl.constexpr, PIEC
         for start in range(0, vocabulary, PIECE):
             place = start + tl.arange(0, PIECE)
             x = tl.load(logits + place, mask=place < vocabulary, other=0.0).to(tl.float32) * LOG2E
-            slope = tl.exp2(x - normaliser) - tl.where(place == label, 1.0, 0.0)
-            slope = tl.where(counted, slope, 0.0).to(logits.dtype.element_ty)
-            tl.store(logits + place, slope, mask=place < vocabulary)
+            grad = tl.exp2(x - normaliser) - tl.where(place == label, 1.0, 0.0)
+            grad = tl.where(counted, grad, 0.0).to(logits.dtype.element_ty)
+            tl.store(logits + place, grad, mask=place < vocabulary)
 
 
 @lru_cache
@@ -70,13 +70,13 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _error(device: torch.device, dtype: torch.dtype) -> float:
-    """Of losses and slopes, with more logits than a program handles at once."""
+    """Of losses and gradients, with more logits than a program handles at once."""
     generator, vocabulary = torch.Generator(device).manual_seed(0), 2 * PIECE + 1
     logits = (4 * torch.randn(16, vocabulary, device=device, generator=generator)).to(dtype)
     labels = torch.randint(0, vocabulary, (16,), device=device, generator=generator)
     labels[:3] = -100
     exact = logits.double().requires_grad_()
     expected = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
-    (slopes,) = torch.autograd.grad(expected.sum(), exact)
-    pairs = ((losses(logits, labels, True), expected.detach()), (logits, slopes))
+    (gradients,) = torch.autograd.grad(expected.sum(), exact)
+    pairs = ((losses(logits, labels, True), expected.detach()), (logits, gradients))
     return largest((a - b).norm() / b.norm() for a, b in pairs)

@@ -146,7 +146,6 @@ def _attend(
     d, member = tl.arange(0, FEATURES), tl.arange(0, MEMBERS)
     head, kv_row = kv_head * GROUP + member, row.to(tl.int64) * KV_HEADS + kv_head
     real = (member < GROUP)[:, None] & (d < DIM)[None, :]
-
     # What the row sees: its columns of memory, then those from `first` to the new one. Settled before the step began.
     position, count = tl.load(positions + row).to(tl.int32), tl.load(counts + row).to(tl.int32)
     first = tl.where((memory < front) & tl.load(begun + row), memory + position + 1, front)

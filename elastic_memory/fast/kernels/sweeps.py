@@ -93,11 +93,11 @@ def _column(ratios, power, order, LANES: tl.constexpr):
         n += 1
         last = (n - 1) * n
         # L_{n-1} (2r-1) - L_m, written so that nothing is lost where r is almost 1.
-        slope = (2 * n - 1) * ((last - own) - 2 * last * (1 - r))
-        turned = slope * here - n * ((n - 2) * (n - 1) - own) * below
-        turned = turned / tl.where(n > m + 1, (n - 1) * (n * (n + 1) - own), 1.0)
-        turned = tl.where(n == m + 1, -(2 * m + 1) * (1 - r) * here, turned)
-        below, here = here, tl.where(n > m, turned, r * here)
+        gain = (2 * n - 1) * ((last - own) - 2 * last * (1 - r))
+        following = gain * here - n * ((n - 2) * (n - 1) - own) * below
+        following = following / tl.where(n > m + 1, (n - 1) * (n * (n + 1) - own), 1.0)
+        following = tl.where(n == m + 1, -(2 * m + 1) * (1 - r) * here, following)
+        below, here = here, tl.where(n > m, following, r * here)
 
         tiny = (n <= m) & (tl.abs(here) < SMALL)
         grown = (raised > 0) & (tl.abs(here) > 1)

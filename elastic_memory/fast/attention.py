@@ -15,7 +15,7 @@ from elastic_memory.shapes import Float, Tensor
 Tokens = Float[Tensor, "batch token head dim"]
 
 
-def fits(query: Tensor, key: Tensor) -> bool:
+def supports(query: Tensor, key: Tensor) -> bool:
     """Whether it can, and may, attend: its backward pass adds up in no fixed order."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or query.dtype != key.dtype:
         return False
@@ -51,11 +51,11 @@ def _error(device: str, dim: int, dtype: torch.dtype) -> float:
     query, key, value = (x.float().transpose(1, 2).requires_grad_() for x in inputs)
     mask = torch.ones(160, 224, dtype=torch.bool, device=device).tril(64)
     plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    slopes = torch.autograd.grad(plain, (query, key, value), weight.float().transpose(1, 2))
+    gradients = torch.autograd.grad(plain, (query, key, value), weight.float().transpose(1, 2))
     ours = [x.requires_grad_() for x in inputs]
     mixed = causal(ours[0], ours[1], ours[2])
     found = (mixed, *torch.autograd.grad(mixed, ours, weight))
-    pairs = zip(found, (plain, *slopes), strict=True)
+    pairs = zip(found, (plain, *gradients), strict=True)
     return largest((a.float() - b.transpose(1, 2)).norm() / b.norm() for a, b in pairs)
 
 
