@@ -7,6 +7,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
+from elastic_memory.memory.tools import static
 from elastic_memory.model.rope import Rope
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.cache import MemoryCache
@@ -62,6 +63,7 @@ class MemoryBackbone(Mixed):
         if past_key_values is not None:
             tokens = input_ids, inputs_embeds, attention_mask
             return self._stream(past_key_values, tokens, keep, output_hidden_states)
+        static(source.shape[1])  # a compiled graph is for one length: blocks and operators depend on it
         rows = None
         if position_ids is not None and position_ids.shape == source.shape[:2]:
             rows = from_positions(position_ids, attention_mask)

@@ -24,7 +24,7 @@ def test_a_memory_says_what_it_is(name, kind):
     assert kind.info.source and kind.info.phrase and kind.__doc__
     assert f"| `{name}` |" in (ROOT / "README.md").read_text(encoding="utf-8")
     # These mean the same everywhere, and are explained with the configuration.
-    shared = {"order", "points", "sampling", "sampling_options", "road"}
+    shared = {"order", "points", "sampling", "sampling_options", "algorithm"}
     named = {option.strip("`").split("=")[0] for option in catalogue.options(kind)}
     assert not {option for option in named - shared if f"`{option}`" not in kind.__doc__}
 
