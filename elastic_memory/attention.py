@@ -1,4 +1,4 @@
-"""Attention inside a block, in front of it a few columns of memory: softmax attention on SDPA, without mask tensors.
+"""Softmax attention inside a block with memory columns in front of it, on SDPA and mostly without mask tensors.
 
 Shapes are [batch, head, token, dim]; keys and values may have fewer heads than queries (grouped).
 """
@@ -18,7 +18,7 @@ fast = find("attention")
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """For streams, whose number of keys changes with every call: cuDNN plans each anew, for tens of milliseconds."""
+    """For streams, whose number of keys changes with every call: cuDNN would plan each for tens of milliseconds."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -31,8 +31,8 @@ def rotate(
     x: Float[Tensor, "batch head token dim"], cos: Float[Tensor, "... token dim"], sin: Float[Tensor, "... token dim"]
 ) -> Float[Tensor, "batch head token dim"]:
     """Rotary positions, Llama's pairing of the first and second half of each head."""
-    # Halves apart until the end, and tokens first, as projections have them: a compiled backward pass is then one sweep
-    # over memory, where it would write heads first and copy that.
+    # Halves separate until the end, and tokens first, as projections have them: the compiled backward pass is then one
+    # kernel; otherwise it writes heads first, and copies.
     first, second = x.transpose(1, 2).chunk(2, dim=-1)
     (cos_first, cos_second), (sin_first, sin_second) = (table.unsqueeze(-2).chunk(2, dim=-1) for table in (cos, sin))
     rotated = torch.cat((first * cos_first - second * sin_first, second * cos_second + first * sin_second), dim=-1)
@@ -77,9 +77,9 @@ def masked(
     mask: Bool[Tensor, "*rows query key"] | Float[Tensor, "*rows query key"] | None,
     scale: float | None = None,
 ) -> Float[Tensor, "batch head query dim"]:
-    """Attention where `mask` is true, or to everything: rows with clocks of their own, sliding windows, queues.
+    """Attention where `mask` is true, or to everything: rows at different positions, sliding windows, queues.
 
-    A mask of numbers, 0 and -inf, is added to the scores: what fused kernels take without making it first.
+    A mask of numbers, 0 and -inf, is added to the scores: fused kernels take it without conversion.
     """
     grouped = query.shape[1] != key.shape[1]
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
@@ -87,10 +87,10 @@ def masked(
 
 
 def _one_gradient_layout(mixed: Float[Tensor, "batch head token dim"]) -> Float[Tensor, "batch head token dim"]:
-    """What attention returns, so that its gradient always comes back in one layout.
+    """What attention returns, with a gradient that always has the same layout.
 
-    torch keeps cuDNN's backward plans by the shapes and strides of queries, keys and values, but a plan also holds the
-    strides that the gradient had when it was made: two calls alike in all but that get wrong gradients, silently
+    torch caches cuDNN's backward plans by the shapes and strides of queries, keys and values, but a plan also holds the
+    strides that the gradient had when it was made: two calls that differ only in these get wrong gradients, silently
     (pytorch pull request 191576; seen with torch 2.11).
     """
     return _OneGradientLayout.apply(mixed) if mixed.is_cuda and mixed.requires_grad else mixed

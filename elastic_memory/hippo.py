@@ -9,7 +9,7 @@ exact for such step functions, so what the paper builds from one matrix per toke
     basis           R[j,n] = phi_n(u_j)                                               state -> reconstruction at u_j
     join            C = P(r) C_first + S P(1-r) S C_second, S = diag((-1)^n)          states of parts -> of the whole
 
-Any start and any end will do: there is no longest history. See docs/equations.md for the paper's own formulas.
+Any start and end are possible: there is no longest history. See docs/equations.md for the paper's own formulas.
 """
 
 import itertools
@@ -24,8 +24,8 @@ from elastic_memory.shapes import Float, Tensor
 
 METHODS = ("zoh", "forward", "backward", "bilinear")
 
-# Numbers that one operation of a sweep handles. A GPU wants few long launches; a CPU what fits its caches and is too
-# little to wake other threads for.
+# Numbers that one operation of a recurrence handles. A GPU needs few long launches; a CPU what fits its caches and is
+# too small for multithreading.
 AT_ONCE = {"cpu": 2**15, "cuda": 2**22}
 
 Device = torch.device | str | int | None
@@ -120,7 +120,7 @@ def projection(
 def projections(
     order: int, edges: Float[Tensor, "... edge"], dtype: torch.dtype = torch.float64
 ) -> Float[Tensor, "... order token"]:
-    """Integrals of phi_n between neighbouring points: the kernels of any number of blocks in one sweep, cast last."""
+    """Integrals of phi_n between neighbouring points: the kernels of any number of blocks in one pass, cast last."""
     kernel = edges.new_empty(*edges.shape[:-1], order, edges.shape[-1] - 1, dtype=dtype)
     by_row = kernel.movedim(-2, 0)
     for rows, areas in _antiderivatives(order, edges.flatten()):
@@ -226,10 +226,10 @@ def joiners(
 
 
 def legendre(u: Float[Tensor, " point"], rows: int, shared: int = 2) -> Iterator[Float[Tensor, "row point"]]:
-    """P_{-1}, P_0, P_1, ... at 2u - 1 in panels without end: the one loop that everything else sweeps along.
+    """P_{-1}, P_0, P_1, ... at 2u - 1 in endless panels: the one recurrence that everything else is built on.
 
-    A panel is the last `shared` rows of the one before and `rows` more, in the same memory: it is gone when the next
-    is asked for. P_{-1} = -1, which the recurrence never looks at, makes Phi_0 = u an integral like all others.
+    A panel is the last `shared` rows of the one before and `rows` more, in the same memory: it is overwritten when the
+    next is asked for. P_{-1} = -1, which the recurrence never uses, makes Phi_0 = u an integral like all others.
     """
     panel, known = u.new_empty(shared + rows, len(u)), 2
     panel[0], panel[1] = -1, 1
@@ -256,7 +256,7 @@ def _climb(panel: Float[Tensor, "row point"], u: Float[Tensor, " point"], degree
 def _antiderivatives(order: int, u: Float[Tensor, " point"]) -> Iterator[tuple[slice, Float[Tensor, "row point"]]]:
     """Phi_0, Phi_1, ... at u, some rows at a time: Phi_n = (P_{n+1} - P_{n-1}) / (2 sqrt(2n+1))."""
     some = min(order, max(1, AT_ONCE.get(u.device.type, AT_ONCE["cpu"]) // max(1, len(u))))
-    rows = some * -(-8 // some)  # a panel repeats two rows of the last: not worth it for one more
+    rows = some * -(-8 // some)  # at least 8: a panel repeats two rows of the last one
     twice = 2 * _roots(order, u.device)
     for begin, panel in zip(range(0, order, rows), legendre(u, rows), strict=False):
         for first in range(begin, min(begin + rows, order), some):

@@ -21,21 +21,21 @@ from elastic_memory.shapes import Float, Tensor
 
 BATCH = 2**22  # entries of the float64 transitions built together for the recurrent algorithm
 
-# What building W holds at once: so many tokens, and so many polynomials of them. A GPU wants few long launches, a CPU
-# what fits its caches.
+# How many tokens, and how many polynomials of them, building W holds at once. A GPU needs few long launches, a CPU what
+# fits its caches.
 SWEEP = {"cpu": 2**13, "cuda": 2**15}
 PANEL = {"cpu": 64, "cuda": 256}
 
 CACHED = 4  # plans and the like; an unbounded cache would break the promise of constant memory
 
-# A stream builds the operators of its next blocks together: one sweep over n takes as many launches for one block as
-# for several. So many bytes of them at most make a stretch, and are held: nine blocks of order 540, so that the last
-# two stretches have all eight blocks that a prompt passes in one layer before it comes to the next.
+# A stream builds the operators of its next blocks together, a stretch: the recurrence over n takes as many launches for
+# several blocks as for one. At most so many bytes per stretch: nine blocks of order 540, so that the last two stretches
+# hold the eight blocks of a prompt that pass one layer before the next.
 AHEAD = 3 * 2**24
 
 
 class Step(NamedTuple):
-    """One stretch of tokens: `state = transition @ state + projection @ tokens`."""
+    """Writes some tokens: `state = transition @ state + projection @ tokens`."""
 
     transition: Float[Tensor, "order order"]
     projection: Float[Tensor, "order token"]
@@ -65,7 +65,7 @@ Result = TypeVar("Result")
 
 
 def _constant(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """No gradient, and usable in training even if first asked for in inference mode."""
+    """No gradient, and usable in training even if first built in inference mode."""
 
     @wraps(function)
     def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -76,10 +76,10 @@ def _constant(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
 
 
 def _stretched(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A function of `count` neighbouring blocks from block `first` on, whose last two results are kept.
+    """Caches a function of `count` neighbouring blocks from block `first` on: its last two results.
 
-    A stream that goes on to its next stretch gives up the one before: alone it holds one, and two that take turns, or
-    rows whose clocks are far apart, hold one each.
+    A stream that reaches its next stretch drops the one before. So a stream holds one; two interleaved streams, or rows
+    that are far apart, hold one each.
     """
     held: dict[Any, Result] = {}
 
@@ -113,7 +113,7 @@ class Bank:
     def step(
         self, start: int, end: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None
     ) -> Step:
-        """The operators that write tokens `start`..`end - 1`; a stream writes `every` so many, from anywhere on."""
+        """The operators that write tokens `start`..`end - 1`; for a stream that writes blocks of `every` tokens."""
         size = end - start
         if size < 1 or start < 0 or (size != every if every else start % size):
             return _step(self.order, start, end, torch.device(device), dtype)
@@ -124,7 +124,7 @@ class Bank:
     def reconstruction(
         self, history: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None
     ) -> Float[Tensor, "point order"]:
-        """R: what reads the state of a history of that many tokens; a stream asks again `every` so many."""
+        """R: what reads the state of a history of that many tokens; for a stream that reads after each `every`."""
         if not every or history < every:
             return _reconstructions(0, 1, self, history, torch.device(device), dtype)[0]
         block, ahead = history // every - 1, _ahead(self.order * self.points, dtype)
@@ -134,7 +134,7 @@ class Bank:
     def joiners(
         self, first: int, second: int, device: Any, dtype: torch.dtype = torch.float32
     ) -> tuple[Float[Tensor, "order order"], Float[Tensor, "order order"]]:
-        """What two histories of so many tokens each give to the state of the first followed by the second."""
+        """The operators that give the state of two histories in sequence from their states; lengths in tokens."""
         return _joiners(self.order, first, second, torch.device(device), dtype)
 
     def direct(self, history: int, device: Any, dtype: torch.dtype = torch.float32) -> Float[Tensor, "point token"]:
@@ -179,7 +179,7 @@ class Bank:
 
 
 def _ahead(numbers: int, dtype: torch.dtype) -> int:
-    """For how many blocks of a stream to build operators of so many numbers at once."""
+    """Blocks of a stream whose operators, of so many numbers each, are built at once."""
     return max(1, min(16, AHEAD // (numbers * dtype.itemsize)))
 
 
@@ -229,9 +229,9 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
     transitions = torch.empty(max(blocks - 2, 0), order, order, device=device, dtype=dtype)
     ratios = torch.arange(1, max(blocks - 1, 1), dtype=torch.float64, device=device)
     ratios = ratios / (ratios + 1)
-    together = max(1, BATCH // order**2)
-    for first in range(0, len(ratios), together):
-        transitions[first : first + together] = hippo.transitions(order, ratios[first : first + together], dtype)
+    batch = max(1, BATCH // order**2)
+    for first in range(0, len(ratios), batch):
+        transitions[first : first + batch] = hippo.transitions(order, ratios[first : first + batch], dtype)
 
     ends = size * torch.arange(1, blocks, dtype=torch.float64, device=device)[:, None]
     edges = torch.arange(-size, 1, dtype=torch.float64, device=device) + ends
@@ -258,7 +258,7 @@ def _direct(
         (r[j,m-1] - r[j,m+1]) / 2 * (P_m at the right edge - P_m at the left edge),
 
     r[j,n] = R[j,n] / sqrt(2n+1) and 0 from n = order on. One plain product per panel of polynomials does that, and one
-    difference along the tokens at the very end; one sweep over n serves edges and sample points alike.
+    difference along the tokens at the very end; one recurrence over n serves edges and sample points alike.
     """
     weights = tuple(torch.empty(bank.points, history, device=device, dtype=dtype) for history in histories)
     points = [bank.sample_points(history).to(device) for history in histories]
@@ -273,9 +273,9 @@ def _direct(
         sizes = [len(points) for points in edges]
         for begin, panel in _panels(bank.order, torch.cat([*edges, looks.flatten()]), rows):
             *values, seen = panel.split([*sizes, looks.numel()], dim=1)
-            steepness = _steepness(bank.order, begin, seen, looks)
-            for total, columns, slopes in zip(sums, values, steepness.unbind(1), strict=True):
-                total.addmm_(slopes.T, columns[2:-2])
+            differences = _differences(bank.order, begin, seen, looks)
+            for total, columns, difference in zip(sums, values, differences.unbind(1), strict=True):
+                total.addmm_(difference.T, columns[2:-2])
         for (which, first, last), total in zip(pieces, sums, strict=True):
             # In strips, as the difference exists in float64 before it is cast.
             for part, strip in zip(total.split(rows), weights[which].split(rows), strict=True):
@@ -288,7 +288,7 @@ def _panels(order: int, u: Float[Tensor, " point"], rows: int) -> Iterator[tuple
     return zip(range(0, order, rows), hippo.legendre(u, rows, shared=4), strict=False)
 
 
-def _steepness(
+def _differences(
     order: int, begin: int, panel: Float[Tensor, "row look"], looks: Float[Tensor, "piece point ..."]
 ) -> Float[Tensor, "panel piece point"]:
     """(r[m-1] - r[m+1]) / 2 for m = begin + 1, begin + 2, ... (see `_direct`), from a panel at points or cells.
@@ -310,7 +310,7 @@ def _steepness(
 def _readers(
     order: int, points: Float[Tensor, "reader point ..."], device: torch.device
 ) -> Float[Tensor, "reader point order"]:
-    """R for several sets of points or cells, in one sweep: the basis at a point, its mean over a cell."""
+    """R for several sets of points or cells, in one pass: the basis at a point, its mean over a cell."""
     flat = points.flatten()
     if points.ndim == 2:
         return hippo.basis(order, flat, device=device).unflatten(0, points.shape)

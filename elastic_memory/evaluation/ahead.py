@@ -45,7 +45,7 @@ def _compile(values: dict, rows: int, length: int) -> None:
     # The order of a memory is among the values; its layers are the mechanism's own choice, with and without if it can.
     count, tokens = values["num_hidden_layers"], rows * values["block_size"]
     parallel = issubclass(MEMORIES[values["memory"]], ParallelMemory)
-    together = 1 if parallel else find("wavefront").together(count, tokens)
+    together = 1 if parallel else find("wavefront").group_size(count, tokens)
     layers = min(count, max(2, together))
     config = MemoryLlamaConfig.from_dict(values | {"num_hidden_layers": layers, "memory_layers": None})
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -1,6 +1,6 @@
-"""Attention by FlashAttention-4, if it is installed: on Hopper and Blackwell faster than what torch brings along.
+"""Attention by FlashAttention-4, if it is installed: on Hopper and Blackwell faster than torch's own kernels.
 
-Operations of their own, so that compiled graphs can hold them. Shapes are [batch, token, head, dim].
+Registered as custom operations, so that compiled graphs can hold them. Shapes are [batch, token, head, dim].
 """
 
 from functools import lru_cache
@@ -16,7 +16,7 @@ Tokens = Float[Tensor, "batch token head dim"]
 
 
 def supports(query: Tensor, key: Tensor) -> bool:
-    """Whether it can, and may, attend: its backward pass adds up in no fixed order."""
+    """Whether it supports these tensors; not in deterministic mode, as its backward pass sums in no fixed order."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or query.dtype != key.dtype:
         return False
     if query.shape[-1] % 8 or query.shape[-1] > 128 or torch.are_deterministic_algorithms_enabled():
@@ -44,7 +44,7 @@ def _agrees(device: str, dim: int, dtype: torch.dtype) -> bool:
 
 
 def _error(device: str, dim: int, dtype: torch.dtype) -> float:
-    """Of a trapezoid, and of all its gradients."""
+    """Relative error of a trapezoid and of all its gradients."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((2, 160, 4, dim), (2, 224, 2, dim), (2, 224, 2, dim), (2, 160, 4, dim))
     *inputs, weight = (torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes)

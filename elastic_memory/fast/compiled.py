@@ -1,4 +1,4 @@
-"""A compiled function for whatever shapes come."""
+"""torch.compile without an error at its limit of recompilations."""
 
 import functools
 import warnings
@@ -12,7 +12,7 @@ GRAPHS = 64  # of one function in a process; torch itself stops at 8, with an er
 
 
 def compiled(function: Callable, **options: Any) -> Callable:
-    """`function`, compiled for each shape that comes, up to a limit; beyond it, as it is."""
+    """`function`, compiled for each new shape, up to GRAPHS of them; beyond that it runs eagerly."""
     fast = torch.compile(function, **options)
 
     @functools.wraps(function)

@@ -1,10 +1,10 @@
-"""Decoding at full speed: one token of each row on buffers that never move, as a CUDA graph where there is a GPU.
+"""Decoding for static caches: one token of each row on buffers at fixed addresses, on a GPU as a CUDA graph.
 
-Inside a block nothing changes but tensors: the token, its position, one more column of keys and values. So a step is
-captured once and replayed; when blocks close, rows are reordered or tokens taken back, the buffers are filled anew.
+Inside a block only tensors change: the token, its position, one more column of keys and values. So a step is captured
+once and replayed; when blocks close, rows are reordered or tokens are rolled back, the buffers are filled again.
 
-Layers that are plain Llama but for columns of memory run on five kernels of our own (`kernels/decoding.py`), which look
-only at what a row sees; others on `_decode_layer`, which looks at a stretch of the block under a mask.
+Layers that are plain Llama except for memory columns run on five Triton kernels (`kernels/decoding.py`), which read
+only what a row sees; others on `_decode_layer`, which reads part of the block under a mask.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ from elastic_memory.memory.contract import Heads
 from elastic_memory.shapes import Bool, Float, Int, Tensor
 from elastic_memory.streaming.layer_cache import LayerCache, column_mask
 
-# With a mask, a step looks at a whole number of such stretches of the block, as many as its rows have begun: looking at
-# the empty rest of a block would double what a step reads. One graph for each number.
+# With a mask, a step reads a multiple of so many columns of the block: reading the empty rest of a block would double
+# the traffic. One graph for each multiple.
 STRETCH = 256
 
-SHARED_MEMORY = 160 * 2**10  # bytes that a program of our kernels may take
+SHARED_MEMORY = 160 * 2**10  # bytes that one program of the kernels may need
 
 
 @lru_cache
 def _side_stream(device: torch.device) -> Any:
-    """One for all decoders: cuBLAS keeps 32 MiB for every stream it ever saw."""
+    """One CUDA stream for all decoders: cuBLAS keeps 32 MiB for every stream it has seen."""
     return torch.cuda.Stream(device)
 
 
@@ -112,7 +112,7 @@ class Decoder:
         return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
     def _fused(self, index: int, hidden: Float[Tensor, "batch 1 width"]) -> Float[Tensor, "batch 1 width"]:
-        """A layer by kernels of our own."""
+        """A layer by the Triton kernels."""
         kernels, layer = self.kernels, self.backbone.layers[index]
         stream, buffers = self.streams[index], self.buffers[index]
         attention, mlp, norm, second = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
@@ -128,9 +128,9 @@ class Decoder:
         return hidden
 
     def _capture(self, reach: int) -> None:
-        """Warm up on a stream of its own, as CUDA graphs ask, then record.
+        """Warm up on a side stream, as CUDA graphs require, then record.
 
-        What the warm-up writes, the step writes again: the same into the same column, once its clock is set back.
+        The warm-up writes the same column that the step will write, and sets the position back.
         """
         side = _side_stream(self.ids.device)
         side.wait_stream(torch.cuda.current_stream())
@@ -139,7 +139,7 @@ class Decoder:
             self.positions.sub_(1)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=side):  # torch's own may be of another GPU
+        with torch.cuda.graph(graph, pool=self.pool, stream=side):  # torch's default stream may belong to another GPU
             hidden = self._step(reach)
         self.graphs[reach] = graph, hidden
 
@@ -235,7 +235,7 @@ def after_attention(layer: Any, hidden: Float[Tensor, "batch 1 width"], mixed: H
 
 
 def _kernels(device: torch.device) -> Any:
-    """The kernels of our own, where they run; their largest tiles do not fit consumer cards."""
+    """The Triton kernels, where they run; their largest tiles do not fit consumer cards."""
     if not triton_runs_on(device):
         return None
     if getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) < SHARED_MEMORY:
@@ -246,9 +246,9 @@ def _kernels(device: torch.device) -> Any:
 
 
 def _is_plain(layer: Any, backbone: Any) -> bool:
-    """Whether our kernels compute this layer: Llama's parts in one precision, and a memory of further columns at most.
+    """Whether the kernels compute this layer: Llama's parts in one precision, and memory only as further columns.
 
-    Not in float16: what they multiply is not normalised yet, and might be beyond its range.
+    Not in float16: products are taken before the norm is applied, and might overflow.
     """
     attention, mlp, memory = layer.self_attn, layer.mlp, layer.memory
     norms = (layer.input_layernorm, layer.post_attention_layernorm, backbone.norm)

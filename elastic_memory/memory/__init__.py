@@ -1,4 +1,4 @@
-"""One mechanism per file; listing it here is all it takes to train, stream, test, count and tabulate it."""
+"""One mechanism per file. A mechanism listed in MEMORIES is trained, streamed, tested, counted and tabulated."""
 
 from elastic_memory.memory.contract import (
     Block,

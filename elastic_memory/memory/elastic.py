@@ -1,4 +1,4 @@
-"""Elastic Memory: all past keys and values as one polynomial, sampled where the reader likes (Algorithm 1)."""
+"""Elastic Memory: all past keys and values as one polynomial, read at sample points (Algorithm 1)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +20,10 @@ class ElasticState(NamedTuple):
 
 
 class ElasticMemory(ParallelMemory):
-    """HiPPO-LegS compresses, polynomial sampling reads, the block's softmax does the rest. No parameters."""
+    """HiPPO-LegS compresses, polynomial sampling reads, the block's softmax attends to both. No parameters.
+
+    `algorithm`: of training, direct or recurrent; None, the cheaper one.
+    """
 
     info = MemoryInfo(
         source="Towards Compressive and Scalable Recurrent Memory (arXiv 2602.11212)",
@@ -97,7 +100,7 @@ class ElasticMemory(ParallelMemory):
         blocks = static(-(-key.shape[2] // size))
         if blocks == 1:
             return []
-        # Tokens first, everything else a feature of its own signal: one plain product per block serves the whole batch.
+        # Tokens first, all else features: one matrix product per block for the whole batch.
         signal = torch.stack((key, value)).permute(3, 0, 1, 2, 4)
         plan = _plan(*_fields(self.bank), size, blocks, str(key.device), signal.dtype, self.algorithm)
         read = self._direct if isinstance(plan, Direct) else self._recurrent
@@ -106,12 +109,12 @@ class ElasticMemory(ParallelMemory):
         return [tuple(one.unflatten(1, signal.shape[1:]).permute(1, 2, 3, 0, 4).unbind(0)) for one in readings]
 
     def _direct(self, plan: Direct, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
-        """W_i times the raw history: no state, and no block waits for another."""
+        """W_i times the raw history: no state, all blocks in parallel."""
         size = static(self.geometry.block_size)
         return _Direct.apply(signal, size, self.detach_every, tuple(plan.weights)).unbind(0)
 
     def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
-        """P and K block by block, in float32: errors of bf16 would add up from block to block."""
+        """P and K block by block, in float32: bf16 errors would accumulate over blocks."""
         size = static(self.geometry.block_size)
         blocks = static(-(-len(signal) // size)) - 1  # that are read
         with torch.autocast(signal.device.type, enabled=False):
@@ -125,7 +128,7 @@ class ElasticMemory(ParallelMemory):
             return (plan.reconstructions @ entering).to(signal.dtype).unbind(0)
 
     def adapt(self, state: State) -> tuple[State, str | None]:
-        """Low coefficients are a prefix: a lower order keeps them, a higher one knows only them of the past."""
+        """Low coefficients are a prefix: a lower order keeps them, a higher order appends zeros for the past."""
         had, wanted = state[0].shape[2], self.bank.order
         if had == wanted:
             return state, None
@@ -143,8 +146,8 @@ class ElasticMemory(ParallelMemory):
 class _Direct(torch.autograd.Function):
     """Readings of all blocks, stacked: `weights[i-1] @ signal[:i * size]`.
 
-    Backward, a block of tokens gets one product with all readings that saw it, summed inside the product; autograd
-    would make one product per reading, as long as its history, and add them up in memory.
+    In the backward pass a block of tokens gets one product with all readings that saw it, which sums over them;
+    autograd would compute one product per reading, as long as its history, and sum them in memory.
     """
 
     generate_vmap_rule = True
@@ -153,7 +156,9 @@ class _Direct(torch.autograd.Function):
     def forward(
         signal: Float[Tensor, "token feature"], size: int, detach_every: int | None, weights: tuple[Tensor, ...]
     ) -> Float[Tensor, "reading point feature"]:
-        with torch.autocast(signal.device.type, enabled=False):  # backward has none, and must find the same types
+        with torch.autocast(
+            signal.device.type, enabled=False
+        ):  # the backward pass has no autocast, and needs the same types
             return torch.stack([weight @ signal[: index * size] for index, weight in enumerate(weights, 1)])
 
     @staticmethod

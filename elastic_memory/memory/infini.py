@@ -32,10 +32,10 @@ def _only_its_own_size(multiple: int, geometry: Geometry) -> None:
 class InfiniMemory(ParallelMemory):
     """Linear attention over all earlier blocks, a gate per head between it and the block's own attention.
 
-    `update`: delta, which first takes off what the memory says already, or linear. `memory_norm`: output, a gain-free
-    RMSNorm on what is read; qk, on queries and keys, those of the block's own attention too; none. `first_gate`: the
-    gates' logits at the start of training. `first_block`: bypass, or zero to let the gate mix in the zeros that an
-    empty memory returns. Defaults: choices.md, "Infini-Transformer's norm and gates".
+    `update`: delta, which first subtracts what the memory returns already, or linear. `memory_norm`: output, a
+    gain-free RMSNorm on what is read; qk, on queries and keys, those of the block's own attention too; none.
+    `first_gate`: the gates' logits at the start of training. `first_block`: bypass, or zero to let the gate mix in the
+    zeros that an empty memory returns. Defaults: choices.md, "Infini-Transformer's norm and gates".
     """
 
     info = MemoryInfo(
@@ -108,7 +108,7 @@ class InfiniMemory(ParallelMemory):
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
-        """M <- (I - G) M + U: the d x d matrices G and U of all blocks at once, so that only they wait for each other.
+        """M <- (I - G) M + U: the d x d matrices G and U of all blocks at once; only M is sequential.
 
         U = sigma(K)^T V and G = S^T S with S = diag(1 / sqrt(sigma(K) z)) sigma(K), z the normaliser before the block.
         """
@@ -189,13 +189,13 @@ class InfiniMemory(ParallelMemory):
 
 
 def whole_blocks(x: Float[Tensor, "batch head token dim"], size: int) -> Float[Tensor, "batch block head inner dim"]:
-    """Without a last block that is short, which nobody reads."""
+    """Cut into blocks, without a last block that is short: nobody reads it."""
     whole = x.shape[2] // size
     return x[:, :, : whole * size].unflatten(2, (whole, size)).transpose(1, 2)
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product with operands as precise as the activations; half precision is not wide enough for sums over blocks."""
+    """A product with operands in the precision of activations; but float16 would overflow in sums over blocks."""
     if dtype == torch.float16:
         dtype = torch.float32
     return wide(left.to(dtype) @ right.to(dtype))

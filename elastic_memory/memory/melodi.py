@@ -1,4 +1,4 @@
-"""Melodi inside each layer: summary tokens read the block, a mixer of all its tokens makes the next block's memory."""
+"""Melodi inside each layer: summary tokens read the block, a learned mixer of all tokens makes the next memory."""
 
 import torch
 import torch.nn.functional as F
@@ -80,18 +80,18 @@ class MelodiMemory(SummaryTokenMemory):
         return host.rope(key, torch.arange(-self.order, 0, device=key.device)), value
 
     def write(self, state: State, block: Block, seen: int) -> State:
-        """z = mix(rms([x; u])) + u; the old z is in it only by attention."""
+        """z = mix(rms([x; u])) + u; the old z enters only through attention."""
         context, summary = block.output, block.tail
         assert context is not None and summary is not None
-        # The mixer's inputs are places in the block, those that a short one does not have are left out, and places
-        # among the summary tokens. Two products, as neither the concatenation nor its transpose is of further use.
+        # The mixer's inputs are positions in the block (a short one has fewer) and positions among the summary tokens.
+        # Two products instead of one of a concatenation, which would be a copy.
         of_block, of_summary = self.mixer.weight.split((self.geometry.block_size, self.order), dim=-1)
         mixed = of_block[..., : context.shape[1]] @ _rms(context) + of_summary @ _rms(summary)
         return (wide(mixed) + wide(self.mixer.bias)[..., None] + wide(summary),)
 
 
 class Mixer(nn.Module):
-    """Weight and bias along the token axis. No `nn.Linear`, which adapters and quantisers would replace."""
+    """Weight and bias along the token axis; not an `nn.Linear`, which adapters and quantisers would replace."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()

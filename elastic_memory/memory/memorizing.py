@@ -1,4 +1,4 @@
-"""Memorizing Transformer, dense: the newest tokens as they were, in a queue that the block attends to."""
+"""Memorizing Transformer, dense: a queue of the newest raw tokens, which the block attends to."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Queue(NamedTuple):
 
 
 class MemorizingMemory(ParallelMemory):
-    """A softmax over the queue beside the block's own, a gate per head between the two, gradients into the queue.
+    """A second softmax, over the queue, and a gate per head between it and the block's own; gradients reach the queue.
 
     `order`: tokens in the queue. `combine`: gate, or joint for one softmax over queue and block, without gates (and not
     with sliding attention, which would count tokens twice). `positions`: none, raw queries meet raw keys; query,
@@ -94,7 +94,7 @@ class MemorizingMemory(ParallelMemory):
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
-        """What the queue would hold is at hand already: the tokens before each block."""
+        """The queue of each block is a slice of the sample: the tokens before it."""
         readings = []
         for block in range(1, -(-key.shape[2] // self.geometry.block_size)):
             keys, values = (self._stored(self.history(x, block)[:, :, -self.order :]) for x in (key, value))
@@ -114,7 +114,7 @@ class MemorizingMemory(ParallelMemory):
         key, value = (part.to(looking.dtype) for part in reading)
         mask = None
         if visible is not None:
-            # A row without any column keeps `local`; here it must only not be NaN.
+            # A row without any column keeps `local`; its attention here must only not be NaN.
             mask = (visible | ~visible.any(1, keepdim=True))[:, None, None]
         return gated(self.gate, masked(looking, key, value, mask, self.geometry.scale), local, visible)
 

@@ -1,4 +1,4 @@
-"""Transformer++: Llama 3 in blocks, and nothing between them."""
+"""Transformer++: Llama 3 in blocks, without a memory."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from elastic_memory.shapes import Tensor
 
 
 class NoMemory(ParallelMemory):
-    """Every block starts anew."""
+    """No block sees another."""
 
     info = MemoryInfo(
         source="Llama 3 (arXiv 2407.21783)",

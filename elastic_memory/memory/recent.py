@@ -1,4 +1,4 @@
-"""A hybrid: part of the budget for the newest tokens as they were, the rest for elastic memory of everything."""
+"""A hybrid: part of the budget for the newest raw tokens, the rest for elastic memory of the whole history."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,23 +57,23 @@ class RecentMemory(ParallelMemory):
         return _beside(self.elastic.read(state[:2], seen, host), self.queue.read(state[2:], seen, host))
 
     def write(self, state: State, block: Block, seen: int) -> State:
-        """Each on its own."""
+        """Both parts, independently."""
         return (*self.elastic.write(state[:2], block, seen), *self.queue.write(state[2:], block, seen))
 
     def join(self, state: State, seen: int, other: State, other_seen: int) -> State:
-        """Each on its own."""
+        """Both parts, independently."""
         coefficients = self.elastic.join(state[:2], seen, other[:2], other_seen)
         return (*coefficients, *self.queue.join(state[2:], seen, other[2:], other_seen))
 
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
-        """Each in its own way."""
+        """The readings of both, side by side."""
         parts = (memory.read_all(key, value, host) for memory in (self.elastic, self.queue))
         return [_beside(*pair) for pair in zip(*parts, strict=True)]
 
     def set_retrieval(self, **changes: Any) -> None:
-        """Read the polynomial otherwise; the queue stays as it is."""
+        """Change how the polynomial is read; the queue stays as it is."""
         self.elastic.set_retrieval(**changes)
         self.retrieval = self.elastic.retrieval
 

@@ -102,9 +102,9 @@ class MemoryBackbone(Mixed):
         )
 
     def residual(self, embeddings: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
-        """What layers add to: in bf16 under such an autocast, as float32 would double the traffic.
+        """The residual stream: bf16 under bf16 autocast, as float32 would double the memory traffic.
 
-        Attached models keep what they were trained with.
+        Attached models keep the precision they were trained with.
         """
         if getattr(self.config, "residual_in_fp32", True) or embeddings.is_meta:
             return embeddings

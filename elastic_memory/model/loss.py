@@ -1,4 +1,4 @@
-"""Next-token loss from hidden states, the logits made and dropped in pieces where they would be too many."""
+"""Next-token loss from hidden states; logits are computed and freed piece by piece where they would not fit."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from elastic_memory.common.speedups import find
 from elastic_memory.model.hooks import has_hooks
 from elastic_memory.shapes import Float, Int, Tensor
 
-# A weight [vocabulary, width], or a module that does more than multiply by one.
+# A weight [vocabulary, width], or a module that does more than multiply by it.
 Head = Tensor | nn.Module
 
 PIECE = 8192  # tokens whose logits exist at once on a CPU, or of a head that is called
@@ -21,7 +21,7 @@ fast = find("loss")
 
 
 def plain_head(head: nn.Module, hidden: Tensor) -> bool:
-    """Whether a head computes `hidden @ head.weight.T`, and nothing else happens when it is called."""
+    """Whether a head computes `hidden @ head.weight.T` and nothing else: no bias, hooks, wrappers or offloading."""
     return (
         type(head) is nn.Linear
         and head.bias is None
@@ -54,15 +54,15 @@ def next_token_loss(
     """Mean cross-entropy of each label given the hidden state before it; -100 is not counted.
 
     `items` divides the sum instead of the count here: with gradient accumulation all micro-batches share one count.
-    `shifted` labels stand where they are predicted already.
+    `shifted` labels are already aligned with the position that predicts them.
     """
     labels = labels.to(hidden.device)
     if not shifted:
-        # Each place predicts the label after it; the last predicts nothing. This spares a copy of `hidden`.
+        # Each position predicts the next label, the last one nothing. Shifting labels avoids a copy of `hidden`.
         labels = torch.cat((labels[:, 1:], labels.new_full((len(labels), 1), -100)), dim=1)
     count = items if items is not None else (labels != -100).sum()
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    if isinstance(head, nn.Module):  # compilers know nothing of what may be in it
+    if isinstance(head, nn.Module):  # may contain anything: not compiled
         return summed_loss(hidden, head, labels) / count
     if fast is not None and fast.supports(hidden, head):
         return fast.summed_loss(hidden, head, labels, _piece_size(head)) / count

@@ -1,4 +1,4 @@
-"""Llama, its layers replaced: `MemoryLlamaForCausalLM`, and the mixin that does the same for other such models."""
+"""Llama with memory layers: `MemoryLlamaForCausalLM`, and the mixin that does the same for other such models."""
 
 import copy
 from typing import Any
@@ -53,9 +53,8 @@ class MemoryCausalLM(Mixed):
 
         Labelled calls in training longer than 8,192 tokens return `logits=None`, unless `logits_to_keep` asks for some.
         """
-        shift_labels = kwargs.pop(
-            "shift_labels", None
-        )  # Trainer takes every argument called so for one that it must give
+        # Not in the signature: Trainer would then always pass it.
+        shift_labels = kwargs.pop("shift_labels", None)
         labelled = labels is not None or shift_labels is not None
         if labelled and self.training and (past_key_values is not None or use_cache):
             raise ValueError("training reads whole samples, with memory inside the call: leave past_key_values out")
@@ -67,7 +66,7 @@ class MemoryCausalLM(Mixed):
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=False,  # it would be the backbone's own
+            use_cache=False,  # the cache of this call is ours, not the backbone's
             keep=logits_to_keep if isinstance(logits_to_keep, int) and not labelled else 0,
             return_dict=True,
             **kwargs,
@@ -92,7 +91,7 @@ class MemoryCausalLM(Mixed):
     def _labelled_loss(
         self, hidden: Float[Tensor, "batch column width"], logits: Tensor | None, given: dict[str, Any]
     ) -> Float[Tensor, ""]:
-        """The loss, without logits where the head is a plain one, or of all logits, if they are there already."""
+        """The loss; computed without logits if the head is a plain linear one, else from them."""
         if self.loss_function is not ForCausalLMLoss:
             logits = self.lm_head(hidden) if logits is None else logits
             given = {name: value for name, value in given.items() if value is not None or name == "labels"}
@@ -206,7 +205,7 @@ class MemoryCausalLM(Mixed):
 
 
 def _predictable(labels: Tensor, mask: Tensor | None, positions: Tensor | None) -> Int[Tensor, "batch column"]:
-    """Labels without those that only padding, or another document, could predict."""
+    """Labels without those whose previous token is padding or belongs to another document."""
     if mask is not None:
         unseen = mask[:, -labels.shape[1] :].roll(1, dims=1) == 0
         labels = labels.masked_fill(unseen, -100)
@@ -221,7 +220,7 @@ def name_causal_lm(kind: type) -> None:
 
 
 def refuse_spread(model: Any) -> None:
-    """Refuse a `device_map` over several devices; what it offloads to CPU or disk runs on the one that is left."""
+    """Refuse a `device_map` over several GPUs; parts offloaded to CPU or disk run on the one that is left."""
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk", "meta"}
     devices = sorted(
         {f"cuda:{place}" if place.isdigit() else "cuda:0" if place == "cuda" else place for place in places}

@@ -16,7 +16,7 @@ class Rope:
 
     def __init__(self, rotary: nn.Module, like: Tensor, before: int = 0, size: int = 0):
         self.rotary, self.like, self.before = rotary, like, before
-        # All layers rotate whole blocks alike: one table for them.
+        # One table of cosines and sines for the whole blocks of all layers.
         self.table = self.at(torch.arange(-before, size, device=like.device)) if size else None
 
     def inside(self, x: Heads, front: int = 0) -> Heads:

@@ -1,4 +1,4 @@
-"""Layers on a diagonal go together: the same numbers as one layer after the other."""
+"""A wavefront of layers computes what one layer after the other does."""
 
 import copy
 from functools import partial
@@ -304,5 +304,5 @@ def test_a_schedule_takes_every_block_through_every_layer_when_it_may(layers, bl
 
 def test_groups_are_about_as_large(monkeypatch):
     monkeypatch.setattr(wavefront, "TOKENS", 48)
-    assert [wavefront.together(layers, 8) for layers in (2, 6, 7, 12, 16, 18)] == [2, 6, 4, 6, 6, 6]
-    assert wavefront.together(12, 1000) == 1
+    assert [wavefront.group_size(layers, 8) for layers in (2, 6, 7, 12, 16, 18)] == [2, 6, 4, 6, 6, 6]
+    assert wavefront.group_size(12, 1000) == 1

@@ -1,6 +1,6 @@
-"""Cross-entropy of rows of logits, which become their own gradient on the way: each is read once and written once.
+"""Cross-entropy of rows of logits, which are overwritten by their gradient: each is read once and written once.
 
-A program takes one row. It reads it twice, but finds it in the cache the second time.
+One program per row. It reads the row twice, the second time from the cache.
 """
 
 # Constants of the compiled program are in capitals, as Triton has it.
@@ -42,7 +42,7 @@ def _losses(logits, labels, found, vocabulary, DIFFERENTIATE: tl.constexpr, PIEC
     logits += row * vocabulary
     label = tl.load(labels + row)
     counted, exists = label != IGNORED, (label >= 0) & (label < vocabulary)
-    # Before the first sweep, whose sums bring all threads together: in the second one of them overwrites it.
+    # Loaded before the first pass, whose reductions synchronise all threads: the second pass overwrites it.
     own = tl.load(logits + label, mask=exists, other=float("nan")).to(tl.float32) * LOG2E
     top, total = float("-inf"), 0.0
     for start in range(0, vocabulary, PIECE):
@@ -64,7 +64,7 @@ def _losses(logits, labels, found, vocabulary, DIFFERENTIATE: tl.constexpr, PIEC
 
 @lru_cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it agrees with torch's own."""
+    """Whether it agrees with torch's cross-entropy on this device."""
     within = max(1e-5, torch.finfo(dtype).eps)
     return agrees("kernels for cross-entropy", lambda: _error(device, dtype), within)
 

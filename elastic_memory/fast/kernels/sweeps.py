@@ -1,7 +1,7 @@
 """The loops over n of `hippo` in one launch each, in float64.
 
-A GPU spends a few microseconds on each launch, whatever it does; a sweep over 8,640 polynomials in plain torch has tens
-of thousands. Here every thread goes all the way by itself and none waits for another.
+Each launch costs a few microseconds; a loop over 8,640 polynomials in plain torch has tens of thousands of them. Here
+every thread runs its whole recurrence, and no thread waits for another.
 """
 
 # Constants of the compiled program are in capitals, as Triton has it.
