@@ -100,10 +100,10 @@ class Decoder:
                 mask = torch.zeros_like(visible, dtype=hidden.dtype).masked_fill_(~visible, -torch.inf)
                 shared[memory, before] = self.positions + stream.front, mask
             columns, mask = shared[memory, before]
-            visible = None if stream.memory.shares_softmax else self.remembered[index]
+            outside = None if stream.memory.shares_softmax else self.remembered[index]
             hidden = _decode_layer(
                 layer, hidden, shared["rope"], self.positions, columns, self.buffers[index], mask, self.readings[index],
-                visible,
+                outside,
             )  # fmt: skip
         self.positions.add_(1)
         if not all(self.fused):
@@ -154,9 +154,8 @@ class Decoder:
             stream.move(self.buffers[index])
             self.counts[index].copy_(torch.tensor(stream.counts)[:, None])
             self.remembered[index].copy_(self._remembered(stream))
-            if stream.reading:
-                for ours, theirs in zip(self.readings[index], stream.reading, strict=True):
-                    ours.copy_(theirs)
+            for ours, theirs in zip(self.readings[index] or (), stream.reading or (), strict=True):
+                ours.copy_(theirs)
         if tokens is not None:
             width = min(tokens.shape[1], self.size)
             self.tokens[:, :width].copy_(tokens[:, :width])

@@ -13,7 +13,7 @@ from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.cache import MemoryCache
 from elastic_memory.streaming.packing import from_mask, from_positions
 from elastic_memory.streaming.reader import whole_calls
-from elastic_memory.streaming.unread import Call, unasked
+from elastic_memory.streaming.unread import Call, unread_cache
 
 # What a mixin is mixed into: a model of transformers, of whichever family.
 Mixed: Any = object
@@ -86,7 +86,7 @@ class MemoryBackbone(Mixed):
         if rows:
             hidden = rows.restore(hidden)
         states = _chosen([*every, hidden], output_hidden_states)
-        cache = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
+        cache = unread_cache(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
         return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], past_key_values=cache, hidden_states=states)
 
     def _stream(

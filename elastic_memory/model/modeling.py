@@ -24,7 +24,7 @@ from elastic_memory.model.padding import PaddedRotary, pad_heads
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.cache import MemoryCache
 from elastic_memory.streaming.reader import whole_calls
-from elastic_memory.streaming.unread import Call, unasked
+from elastic_memory.streaming.unread import Call, unread_cache
 
 # Labelled calls longer than this compute the loss in pieces and return no logits: at 32,768 tokens and a vocabulary of
 # 32,000 they would take 4 GiB.
@@ -72,7 +72,9 @@ class MemoryCausalLM(Mixed):
             **kwargs,
         )
         if not labelled and past_key_values is None:
-            past_key_values = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
+            past_key_values = unread_cache(
+                self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids)
+            )
         hidden, loss, logits = outputs.last_hidden_state, None, None
         asked = not isinstance(logits_to_keep, int) or logits_to_keep > 0
         wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

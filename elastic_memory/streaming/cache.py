@@ -1,66 +1,35 @@
-"""`MemoryCache`: what a model remembers between calls, of constant size, for `generate` and streams of any length."""
+"""`MemoryCache`: what a model remembers between calls, in constant memory; for `generate` and streams of any length."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from transformers.cache_utils import Cache
 
+from elastic_memory.memory import State
 from elastic_memory.shapes import Int, Tensor
-from elastic_memory.streaming import memory_file
-from elastic_memory.streaming.composing import Composing
+from elastic_memory.streaming import joining, memory_file
 from elastic_memory.streaming.reader import Reader
+from elastic_memory.streaming.texts import Part, digest, digest_text
 
 if TYPE_CHECKING:
     from elastic_memory.model.modeling import MemoryCausalLM
 
-
 TEXTS = 1000  # that a cache can tell were read; each is 32 characters in a memory file
 
 
-class MemoryCache(Composing, Reader, Cache):
-    """State, open block and clock of each row of a batch.
+class MemoryCache(Reader):
+    """The memory, the open block and the clock of each row of a batch. Pass it as `past_key_values`.
 
-    `static=True` keeps room for a whole block from the beginning, and decodes single tokens by a CUDA graph.
+    A cache of one row given to a call with several rows is forked for each of them: one book, many questions.
 
-    Pass it as `past_key_values`. A cache of one row given to a call with several rows is forked for each of them: one
-    book, many questions.
+    `static=True` allocates a whole block from the start, and decodes single tokens by a CUDA graph.
 
-    `name` is what the text that is being read shall be called, once it is a part of more.
+    Set `name` to name the text that is being read; joined caches and memory files list the names of their parts.
     """
 
-    def __init__(self, model: "MemoryCausalLM", static: bool = False):
-        super().__init__(layers=[])
-        self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-        self.static = static
-        backbone = model.base_model
-        self.owner = backbone.layers
-        # Lists of their own: every token asks them, and modules are slow to find.
-        self.memories = [layer.memory for layer in backbone.layers]
-        self.attentions = [layer.self_attn for layer in backbone.layers]
-        self.locality = backbone.layers[0].locality
-        self.block_size = 2**62 if self.locality.kind == "full" else self.locality.block_size
-        self.reset()
-
-    @contextmanager
-    def newest_again(self) -> Iterator[None]:
-        """Take the newest token back, to be read again inside; if nothing is read, it is still there afterwards."""
-        opened, columns = self.opened, self.columns
-        self.rollback(1)
-        clock = self.clock
-        try:
-            yield
-        finally:
-            if self.clock == clock:
-                self.opened, self.columns = opened, columns
-
-    def note_text(self, *digests: str) -> None:
-        """Remember that texts, given by 32 hexadecimal digits, were read: memory files tell them from new ones."""
-        self.texts = [*self.texts, *digests][-TEXTS:]
-
-    # -- rows, time travel ---------------------------------------------------------------------------------------------
+    # -- rows and rollback ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
     def select(self, rows: Int[Tensor, " rows"]) -> None:
@@ -75,16 +44,6 @@ class MemoryCache(Composing, Reader, Cache):
         if self.before is not None:
             self.before.select(rows)
 
-    @torch.inference_mode(False)
-    def fork(self) -> Self:
-        """An independent copy; the original goes on unaffected."""
-        copy = self._view()
-        copy.tokens = None if self.tokens is None else self.tokens.clone()
-        copy.streams = [stream.fork() for stream in self.streams]
-        copy.decoder, copy.decoding = None, False  # it has buffers of its own, so its graph must be its own
-        copy.before = None if self.before is None else self.before.fork()
-        return copy
-
     def __copy__(self) -> Self:
         return self.fork()
 
@@ -94,8 +53,8 @@ class MemoryCache(Composing, Reader, Cache):
     def rollback(self, tokens: int) -> None:
         """Take back the newest tokens of every row: exact inside the open block, an error beyond it.
 
-        From `activate_past_recording()` on, the block before the open one can be taken back too, if all rows are back
-        in it then.
+        After `activate_past_recording()` the block before the open one can be taken back too, if all rows are back in
+        it then.
         """
         if tokens < 0:
             raise ValueError(f"rollback({tokens}): give the number of tokens to take back")
@@ -119,6 +78,158 @@ class MemoryCache(Composing, Reader, Cache):
         """Whether these times are in the open blocks."""
         spans = zip(self.seen, clock, self.clock, strict=True)
         return bool(self.streams) and all(seen <= then <= now for seen, then, now in spans)
+
+    @contextmanager
+    def newest_again(self) -> Iterator[None]:
+        """Take the newest token back, to be read again inside; if nothing is read, it is still there afterwards."""
+        opened, columns = self.opened, self.columns
+        self.rollback(1)
+        clock = self.clock
+        try:
+            yield
+        finally:
+            if self.clock == clock:
+                self.opened, self.columns = opened, columns
+
+    # -- texts ---------------------------------------------------------------------------------------------------------
+
+    def holds(self, ids: Int[Tensor, "rows column"], mask: Int[Tensor, "rows column"] | None = None) -> bool:
+        """Whether `ids` begins with all that was read. False if some of that was embeddings, whose ids are unknown."""
+        if len(ids) % self.batch or ids.shape[1] < self.columns:
+            return False
+        repeats, columns = len(ids) // self.batch, ids[:, : self.columns].cpu().long()
+        real = torch.ones_like(columns) if mask is None else mask[:, : self.columns].cpu()
+        return all(self._has_read(row // repeats, columns[row, real[row] != 0]) for row in range(len(ids)))
+
+    def _has_read(self, row: int, ids: Int[Tensor, " token"]) -> bool:
+        """Whether a row has read exactly the last of these tokens: what comes before them is padding."""
+        seen, opened, known = self.seen[row], self.opened[row], self.digests[row]
+        if known is None or len(ids) < seen + opened or (opened and self.tokens is None):
+            return False
+        ids = ids[len(ids) - seen - opened :]
+        if opened and not torch.equal(ids[seen:], self.tokens[row, :opened].cpu()):  # type: ignore[index]
+            return False
+        for part in [*self.parts[row], Part(self.name, self._closed_tokens(row), known)]:
+            if digest_text(ids[: part.tokens], self.block_size) != part.digest:
+                return False
+            ids = ids[part.tokens :]
+        return True
+
+    def close(self) -> None:
+        """End the text that is being read, and the open block with it: what follows starts a new block.
+
+        `name` is then that of the text that follows.
+        """
+        if self.locality.kind != "block":
+            raise ValueError(f"close(): {self.locality.kind} attention has no blocks that could end early")
+        if self.streams:
+            self.whole_call(self._close)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _close(self) -> None:
+        self.mark()
+        self.refresh()
+        self.record()
+        parts = [self.ended_parts(row) for row in range(self.batch)]
+        self.close_rows(self.model.base_model, [row for row in range(self.batch) if self.opened[row]])
+        self.parts, self.digests, self.name, self.decoding = parts, [""] * self.batch, None, False
+
+    def ended_parts(self, row: int) -> list[Part]:
+        """The parts of a row, if the text that is being read ended here."""
+        opened, known = self.opened[row], self.digests[row]
+        if opened:
+            known = digest(known, None if self.tokens is None else self.tokens[row, :opened].cpu())
+        tokens = self._closed_tokens(row) + opened
+        return [*self.parts[row], Part(self.name, tokens, known)] if tokens else self.parts[row]
+
+    def _closed_tokens(self, row: int) -> int:
+        """Tokens in memory of the text that is being read."""
+        return self.seen[row] - sum(part.tokens for part in self.parts[row])
+
+    @classmethod
+    def join(cls, caches: Iterable[Self], approximate: bool = False) -> Self:
+        """The cache that has read what these have read, in this order; they are not changed.
+
+        It equals one stream that is closed (`close`) after each of them but the last. Where that holds only
+        approximately, with several memory layers or sliding attention, `approximate=True` is required.
+        """
+        return joining.join(caches, approximate)  # type: ignore[return-value]
+
+    def read(self, ids: Int[Tensor, "batch token"], group: Any = None) -> None:
+        """Read tokens without computing their logits: the same memory as a call of the model gives, but faster.
+
+        Blocks are compressed in parallel and joined where that is exact; elsewhere they are read in order. With a
+        `group` of torch.distributed each process reads a share: all give the whole `ids` and get the whole memory.
+        """
+        self.whole_call(joining.read, self, ids, group)
+
+    def note_text(self, *digests: str) -> None:
+        """Remember that texts were read, each given by 32 hexadecimal digits: memory files list them."""
+        self.texts = [*self.texts, *digests][-TEXTS:]
+
+    # -- states made elsewhere: joined, compressed in parallel, loaded -------------------------------------------------
+
+    def prepend(self, states: dict[int, State], parts: list[list[Part]], columns: int, texts: list[str]) -> None:
+        """Have read other `parts` first: `states`, by layer, are those after them and all that is in memory here."""
+        self.before = None
+        for row, ended in enumerate(parts):
+            self.seen[row] += sum(part.tokens for part in ended)
+            self.parts[row] = [*ended, *self.parts[row]]
+        self.columns += columns
+        self.texts = [*texts, *self.texts][-TEXTS:]
+        self._replace_states(states, keep_open=self.locality.sliding)
+        if not self.locality.sliding:  # the open block has not seen what came before
+            self.read_open_again()
+
+    def absorb(self, states: dict[int, State], ids: Int[Tensor, "batch token"]) -> None:
+        """Have read `ids`, the open block and whole ones after it: `states`, by layer, are those after them."""
+        self.columns += ids.shape[1] - max(self.opened)
+        self.opened, self.tokens = [0] * self.batch, None
+        self.passed(ids.shape[1] // self.block_size, ids)
+        self._replace_states(states, keep_open=False)
+
+    def _replace_states(self, states: dict[int, State], keep_open: bool) -> None:
+        rope = self.model.base_model.rope()
+        for index, (layer, stream) in enumerate(zip(self.owner, self.streams, strict=True)):
+            state = states.get(index, stream.state)
+            stream.replace_state(state, self.seen, layer.host(rope), self.model.dtype, keep_open)
+        self.decoding = False
+
+    def read_open_again(self) -> None:
+        """Read the open block again, as after a change of what came before it; embeddings cannot be."""
+        ids, opened, columns = self.tokens, self.opened, self.columns
+        if not any(opened):
+            return
+        if ids is None:
+            raise ValueError("the open block was fed as embeddings, so it cannot be read again: close() it first")
+        ids = ids[:, : max(opened)].clone()
+        mask = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(opened, device=ids.device)[:, None]
+        self.opened = [0] * self.batch
+        self.feed(self.model.base_model, ids, None, mask, keep=1)
+        self.columns = columns
+
+    def described(self) -> dict[str, Any]:
+        """Clocks and texts, as a memory file describes them."""
+        fields = ("seen", "opened", "columns", "digests", "name", "texts")
+        return {name: getattr(self, name) for name in fields} | {"parts": self.parts if any(self.parts) else []}
+
+    def restore(self, described: dict[str, Any], tokens: Tensor | None, layers: list[dict[str, Tensor]]) -> None:
+        """Become what a memory file describes, given the ids of its open block and the tensors of each layer.
+
+        Files written before digests and parts were kept lack those.
+        """
+        rows = len(described["seen"])
+        self.reset()
+        self.begin(rows, next(self.model.parameters()).device)
+        self.seen, self.columns = list(described["seen"]), described["columns"]
+        self.digests = described.get("digests", [None] * rows)
+        self.name, self.texts = described.get("name"), described["texts"]
+        self.parts = [[Part(*part) for part in row] for row in described.get("parts") or [()] * rows]
+        rope = self.model.base_model.rope()
+        for layer, stream, named in zip(self.owner, self.streams, layers, strict=True):
+            stream.restore(named, self.seen, layer.host(rope), self.model.dtype)
+        self.opened, self.tokens = list(described["opened"]), tokens
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -156,7 +267,7 @@ class MemoryCache(Composing, Reader, Cache):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """As for any cache that has kept everything; no such mask is ever used."""
+        """As for a cache that has kept everything; no such mask is ever used."""
         return self.columns + query_length, 0
 
     def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
@@ -178,7 +289,7 @@ class MemoryCache(Composing, Reader, Cache):
         self.rollback(-int(tokens_to_remove))  # speculative decoding counts in tensors
 
     def activate_past_recording(self) -> None:
-        """Keep one block more, so that speculative decoding can take back what it has read across a block's end.
+        """Keep one more block, so that speculative decoding can take back tokens across the end of a block.
 
         It stays on until `reset()`: a cache that has served speculative decoding holds up to twice as much.
         """
@@ -190,7 +301,7 @@ class MemoryCache(Composing, Reader, Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """No layer of transformers' kind."""
+        """No layer is of transformers' sliding kind."""
         return [False] * len(self.memories)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Reading tokens in constant memory: the clock of each row, and the loop that fills open blocks and closes full ones.
 
-A block is written into memory when the first token after it arrives, not before: so at least the newest token can
-always be taken back, and a rollback inside the open block is exact.
+A full block is written into memory when the next token arrives, not before. So the newest token can always be taken
+back, and a rollback inside the open block is exact.
 """
 
 import warnings
@@ -10,23 +10,36 @@ from functools import partial, wraps
 from typing import Any, Self
 
 import torch
+from transformers.cache_utils import Cache
 
 from elastic_memory.attention import without_cudnn
 from elastic_memory.common.speedups import find
 from elastic_memory.memory import ParallelMemory
 from elastic_memory.shapes import Float, Int, Tensor
-from elastic_memory.streaming.composing import digest
-from elastic_memory.streaming.layer_cache import LayerCache, Part, Segment
-from elastic_memory.streaming.packing import Rows, from_mask
+from elastic_memory.streaming.layer_cache import LayerCache, Segment
+from elastic_memory.streaming.packing import Packing, from_mask
+from elastic_memory.streaming.texts import Part, digest
 
-AT_ONCE = 2**14  # tokens of whole blocks that a stream reads in one go: enough for long products, little to hold
+if TYPE_CHECKING:
+    from elastic_memory.model.modeling import MemoryCausalLM
 
-# What a mixin is mixed into: a cache of transformers.
-Mixed: Any = object
+AT_ONCE = 2**14  # tokens of whole blocks that are read together: enough for large matrix products, little to hold
 
 
-class Reader(Mixed):
-    """The fields of a `MemoryCache`, and all that changes them while tokens are read."""
+class Reader(Cache):
+    """The fields of a `MemoryCache` and the methods that change them while tokens are read."""
+
+    def __init__(self, model: "MemoryCausalLM", static: bool = False):
+        super().__init__(layers=[])
+        self.model: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        self.static = static
+        self.owner = model.base_model.layers
+        # Lists, because every token needs them and looking up submodules is slow.
+        self.memories = [layer.memory for layer in self.owner]
+        self.attentions = [layer.self_attn for layer in self.owner]
+        self.locality = self.owner[0].locality
+        self.block_size = 2**62 if self.locality.kind == "full" else self.locality.block_size
+        self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
@@ -36,14 +49,14 @@ class Reader(Mixed):
         self.columns = 0  # columns fed so far, padding included
         self.tokens: Tensor | None = None  # ids of the open block
         self.name: str | None = None  # of the text that is being read
-        self.parts: list[list[Part]] = []  # by row: texts that have ended, before the one that is being read
-        self.digests: list[str | None] = []  # by row: of the present text's ids in memory; None if they are unknown
-        self.texts: list[str] = []  # what was read, as whoever gave it to the model calls it, newest last
+        self.parts: list[list[Part]] = []  # texts that have ended before it, by row
+        self.digests: list[str | None] = []  # of its ids in memory, by row; None if they are unknown
+        self.texts: list[str] = []  # digests of the texts that callers noted as read, newest last
         self.decoder: Any = None  # of fast/
-        self.decoding = False  # whether the decoder's buffers are what this cache holds
-        self.recording = False
-        self.before: Self | None = None  # if recording: this cache as it was when its newest block closed
-        self.undo: dict[str, Any] | None = None  # inside a call: the fields to go back to if it fails
+        self.decoding = False  # whether the decoder's buffers hold this cache's open blocks
+        self.recording = False  # whether to keep `before`
+        self.before: Any = None  # this cache as it was when its newest block closed
+        self.undo: dict[str, Any] | None = None  # during a call: the fields to restore if it fails
 
     @property
     def clock(self) -> list[int]:
@@ -57,9 +70,9 @@ class Reader(Mixed):
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # clocks and buffers are Python's; a compiled model streams as it is
-    @torch.inference_mode(False)  # a cache filled in inference mode must be of use outside it
-    @torch.no_grad()  # innermost: leaving inference mode would switch gradients on again
+    @torch.compiler.disable  # clocks and buffers are Python objects; compiled models stream uncompiled
+    @torch.inference_mode(False)  # a cache filled in inference mode must be usable outside it
+    @torch.no_grad()  # innermost: leaving inference mode would enable gradients again
     def feed(
         self,
         backbone: Any,
@@ -69,9 +82,10 @@ class Reader(Mixed):
         keep: int = 0,
         every: bool = False,
     ) -> list[Float[Tensor, "batch column width"]]:
-        """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length.
+        """Read columns of tokens into each row's open block, and close blocks as they fill.
 
-        Hidden states of the last `keep` columns: the last ones, or if asked `every` layer's, the embeddings first.
+        Returns the hidden states of the last `keep` columns (0: of all columns): those of the last layer, or with
+        `every` the embeddings and those of all layers.
         """
         if self.owner is not backbone.layers:
             raise ValueError("past_key_values belongs to another model: save it, and load it with this one")
@@ -117,42 +131,51 @@ class Reader(Mixed):
     def _through_layers(
         self, backbone: Any, hidden: Tensor, takes: list[int], whole: int
     ) -> Iterator[Float[Tensor, "batch token width"]]:
-        """What enters each layer, and what leaves the last: of whole blocks of all rows, or tokens of open blocks."""
-        how: dict[str, Any]
+        """The embeddings and each layer's output: for `whole` blocks, or the next tokens of open ones."""
+        step: Callable[..., Tensor]
         if whole:
-            step, how = LayerCache.pass_blocks, {"rope": backbone.rope(self.block_size), "seen": self.seen[0]}
+            step = partial(LayerCache.pass_blocks, rope=backbone.rope(self.block_size), seen=self.seen[0])
         else:
-            step, how = LayerCache.step, {"segment": self.segment(takes, backbone, hidden.device)}
+            step = partial(LayerCache.step, segment=self.segment(takes, backbone, hidden.device))
         for layer, stream in zip(backbone.layers, self.streams, strict=True):
             yield hidden
-            hidden = layer(hidden, step=partial(step, stream, **how))
+            hidden = layer(hidden, step=partial(step, stream))
         yield hidden
 
     def _close_full(self, backbone: Any, wanting: list[bool]) -> bool:
-        """Write the complete open blocks of rows that have more to read into memory."""
-        groups = self.full_rows(wanting)
-        if groups:
+        """Write full blocks into memory, in rows that have more to read."""
+        full = [row for row, opened in enumerate(self.opened) if opened == self.block_size and wanting[row]]
+        if full:
             self.record()
-        for seen, full in groups.items():
-            self.close_rows(backbone, full, seen, self.block_size)
-        return bool(groups)
+            self.close_rows(backbone, full)
+        return bool(full)
 
-    def close_rows(self, backbone: Any, rows: list[int], seen: int, size: int) -> None:
-        """Write the open blocks of `rows`, `size` tokens from token `seen` on, into memory."""
+    def close_rows(self, backbone: Any, rows: list[int]) -> None:
+        """Write the open blocks of `rows` into memory; rows with the same clock together."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row in rows:
+            groups.setdefault((self.seen[row], self.opened[row]), []).append(row)
         rope = backbone.rope()
-        for layer, stream in zip(backbone.layers, self.streams, strict=True):
-            stream.close(layer, rope, rows, seen, size)
-        self.closed(rows)
+        for (seen, opened), group in groups.items():
+            for layer, stream in zip(backbone.layers, self.streams, strict=True):
+                stream.close(layer, rope, group, seen, opened)
+            blocks = [None] * len(group) if self.tokens is None else self.tokens[group, :opened].cpu()
+            for row, ids in zip(group, blocks, strict=True):
+                self.digests[row] = digest(self.digests[row], ids)
+                self.seen[row] += opened
+                self.opened[row] = 0
+        if self.tokens is not None:  # a failing call restores these ids: the next block must not overwrite them
+            self.tokens = self.tokens.clone()
 
     def _decode(self, backbone: Any, ids: Int[Tensor, "batch 1"]) -> Float[Tensor, "batch 1 width"]:
-        """One token of each row by the cache's decoder, which is filled anew whenever blocks close."""
+        """One token of each row by the captured step, whose buffers are filled again whenever blocks close."""
         decoders = find("decoder").Decoder
         settled = self.decoder.settled if self.decoder is not None and self.decoding else None
         if settled != decoders.conditions(backbone, self.streams) or self.block_size in self.opened:
             self.mark()
             self.refresh()
             if self._close_full(backbone, [True] * len(ids)):
-                self.mark(anew=True)  # the decoder writes over the blocks that are in memory now
+                self.mark(anew=True)  # the decoder overwrites the blocks that were just closed
             self.decoder = decoders.fitting(self.decoder, backbone, self.streams, ids)
             self.tokens = self.decoder.take(self.streams, self.seen, self.opened, self.tokens)
             self.decoding = True
@@ -164,7 +187,7 @@ class Reader(Mixed):
     # -- clocks --------------------------------------------------------------------------------------------------------
 
     def begin(self, batch: int, device: torch.device) -> None:
-        """Make room for `batch` rows, or check that they fit."""
+        """Start `batch` rows, or check that a call with so many fits; one row may become several."""
         if not self.streams:
             self.mark()
             sliding = self.locality.sliding
@@ -183,9 +206,9 @@ class Reader(Mixed):
             self.batch_repeat_interleave(batch // self.batch)
 
     def segment(self, takes: list[int], backbone: Any, device: torch.device) -> Segment:
-        """The next tokens of each row, `takes[b]` of them, as the layers see them."""
+        """The next tokens of each row, `takes[row]` of them, as layers need them."""
         width = max(takes)
-        # Rows that merely end sooner need no mask: what stands behind their last token nobody can see.
+        # Rows that only end sooner need no mask: no token sees what comes after it.
         uniform = len(set(zip(self.seen, self.opened, strict=True))) == 1
         starts = torch.tensor(self.opened[:1] if uniform else self.opened)
         positions = (starts[:, None] + torch.arange(width)).to(device)
@@ -195,7 +218,7 @@ class Reader(Mixed):
         return Segment(list(self.opened), width, positions, rope, list(self.seen), window)
 
     def advance(self, takes: list[int], ids: Int[Tensor, "batch token"] | None) -> None:
-        """Move the clocks; remember the ids, from which a saved open block is computed anew."""
+        """Move the clocks; keep the ids, from which a loaded open block is computed again."""
         if ids is None:
             self.tokens = None
         elif self.tokens is not None or not any(self.opened):
@@ -211,33 +234,14 @@ class Reader(Mixed):
             self.tokens.scatter_(1, places, ids)
         self.opened = [opened + take for opened, take in zip(self.opened, takes, strict=True)]
 
-    def full_rows(self, wanting: list[bool]) -> dict[int, list[int]]:
-        """Rows whose open block is complete and that have more to read, by tokens in memory."""
-        groups: dict[int, list[int]] = {}
-        for row, (seen, opened) in enumerate(zip(self.seen, self.opened, strict=True)):
-            if opened == self.block_size and wanting[row]:
-                groups.setdefault(seen, []).append(row)
-        return groups
-
     def record(self) -> None:
-        """Before blocks close: keep what rolling back to before their end takes, if somebody might ask for it."""
+        """Before blocks close, if recording: keep a copy to roll back to."""
         if self.recording:
             self.before = None  # or copies would hold copies
             self.before = self.fork()
 
-    def closed(self, rows: list[int]) -> None:
-        """The open blocks of `rows`, all of one length, are in memory now."""
-        opened = self.opened[rows[0]]
-        blocks = [None] * len(rows) if self.tokens is None else self.tokens[rows, :opened].cpu()
-        for row, ids in zip(rows, blocks, strict=True):
-            self.digests[row] = digest(self.digests[row], ids)
-            self.seen[row] += self.opened[row]
-            self.opened[row] = 0
-        if self.tokens is not None:  # the next block's ids must not overwrite what a failing call goes back to
-            self.tokens = self.tokens.clone()
-
     def whole_blocks(self, remaining: list[int]) -> int:
-        """How many blocks to read at once, each followed by more tokens: of rows with one clock, nothing open."""
+        """How many whole blocks to read together, if rows have the same clock, nothing open, and more to read after."""
         alike = len(set(self.seen)) == 1 and not any(self.opened)
         parallel = all(isinstance(memory, ParallelMemory) for memory in self.memories)
         if not alike or self.recording or self.locality.sliding or not parallel:
@@ -246,7 +250,7 @@ class Reader(Mixed):
         return blocks if blocks > 1 else 0
 
     def passed(self, blocks: int, ids: Int[Tensor, "batch token"] | None) -> None:
-        """So many blocks of all rows are in memory now."""
+        """Move the clocks by whole blocks, which are in memory now."""
         self.tokens = None if ids is None else self.tokens
         pieces = [None] * blocks if ids is None else ids.cpu().split(self.block_size, dim=1)
         for piece in pieces:
@@ -257,7 +261,7 @@ class Reader(Mixed):
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
-        """Follow a change of retrieval settings since the last call, and say what became of the states."""
+        """Apply changes of retrieval settings since the last call, with a warning where a state changed."""
         if not any([stream.stale for stream in self.streams]):
             return
         rope = self.model.base_model.rope()
@@ -268,15 +272,15 @@ class Reader(Mixed):
 
     # -- calls that fail -----------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable(recursive=False)  # what `forward` computes may be compiled all the same
+    @torch.compiler.disable(recursive=False)  # `forward` itself may be compiled
     def whole_call(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What `forward` returns; if it fails, the cache is as it was.
+        """What `forward` returns; if it fails, the cache is restored.
 
-        No tensor is copied for that: a call writes into open blocks behind what was read, and replaces all else.
+        That needs no copies of tensors: a call writes only after the open tokens, and replaces all other tensors.
         """
         if self.undo is not None:  # a call inside a call
             return forward(*args, **kwargs)
-        self.undo = {"opened": self.opened, "columns": self.columns}  # all that a step of the decoder changes
+        self.undo = {"opened": self.opened, "columns": self.columns}  # all that the decoder changes
         try:
             return forward(*args, **kwargs)
         except BaseException:
@@ -286,12 +290,12 @@ class Reader(Mixed):
             self.undo = None
 
     def mark(self, anew: bool = False) -> None:
-        """Before more than the clocks changes: keep it to go back to; `anew`, even if something is kept already."""
+        """Before more than the clocks changes: keep all fields to restore; `anew`: even if they are kept already."""
         if self.undo is not None and (anew or "streams" not in self.undo):
             self.undo = vars(self._view())
 
     def _view(self) -> Self:
-        """A copy with clocks and lists of its own, on the same tensors."""
+        """A copy with its own lists, on the same tensors."""
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy.seen, copy.opened, copy.digests = list(self.seen), list(self.opened), list(self.digests)
@@ -301,9 +305,19 @@ class Reader(Mixed):
         copy.undo = None
         return copy
 
+    @torch.inference_mode(False)
+    def fork(self) -> Self:
+        """An independent copy; the original is unaffected by what happens to it."""
+        copy = self._view()
+        copy.tokens = None if self.tokens is None else self.tokens.clone()
+        copy.streams = [stream.fork() for stream in self.streams]
+        copy.decoder, copy.decoding = None, False  # it has buffers of its own, so its graph must be its own
+        copy.before = None if self.before is None else self.before.fork()
+        return copy
+
 
 def whole_calls(forward: Callable) -> Callable:
-    """A model's `forward` that changes its cache entirely or, if anything in it fails, not at all."""
+    """Decorates a model's `forward`: a call that fails leaves its cache unchanged."""
 
     @wraps(forward)
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -316,9 +330,9 @@ def whole_calls(forward: Callable) -> Callable:
 
 
 class _Outputs:
-    """Hidden states of the last columns of a call, collected while pieces of it are read.
+    """Hidden states of the last columns of a call, collected piece by piece.
 
-    Of each row only the tokens among the last columns are wanted, those from `firsts` on.
+    Of each row only the tokens from its entry of `firsts` on are wanted.
     """
 
     def __init__(self, backbone: Any, source: Tensor, lengths: list[int], mask: Tensor | None, keep: int, every: bool):
@@ -334,7 +348,7 @@ class _Outputs:
         }
 
     def take(self, index: int, hidden: Tensor, done: list[int], takes: list[int]) -> None:
-        """Copy what is wanted of a piece: what enters layer `index`, of tokens `done` to `done + takes` of each row."""
+        """Copy the wanted part of a piece, `takes` tokens of each row after `done`; 0 is the `index` of embeddings."""
         if index not in self.kept:
             return
         spans = list(zip(self.firsts, done, takes, strict=True))
@@ -347,12 +361,12 @@ class _Outputs:
                 kept[rows, begin - first : end - first] = hidden[rows, begin - start : take].to(kept.dtype)
 
     def finished(self) -> list[Float[Tensor, "batch column width"]]:
-        """What was collected, in the call's own columns."""
+        """All that was collected, in the columns of the call."""
         return [self.tail.restore(part) if self.tail else part for part in self.kept.values()]
 
 
-def _padded_rows(mask: Tensor | None, columns: int) -> Rows | None:
-    """The layout of the new columns, if any of them is padding."""
+def _padded_rows(mask: Tensor | None, columns: int) -> Packing | None:
+    """How to move the padding of the new columns away, if there is any."""
     if mask is None:
         return None
     new = mask[:, -columns:]
@@ -360,7 +374,7 @@ def _padded_rows(mask: Tensor | None, columns: int) -> Rows | None:
 
 
 def _cut(x: Tensor, starts: list[int], width: int) -> Tensor:
-    """`width` tokens of each row from its own start; what lies behind a row's end repeats its last token."""
+    """`width` tokens of each row from its own start; rows that end sooner repeat their last token."""
     if len(set(starts)) == 1:
         return x[:, starts[0] : starts[0] + width]
     places = torch.tensor(starts, device=x.device)[:, None] + torch.arange(width, device=x.device)
