@@ -22,7 +22,7 @@ import torch
 
 import elastic_memory as em
 from elastic_memory.common.environment import environment
-from elastic_memory.streaming.cache import AT_ONCE
+from elastic_memory.streaming.reader import AT_ONCE
 
 
 def clock(device):

@@ -24,8 +24,8 @@ from elastic_memory.operators import Bank
 BLOCK, BLOCKS, POINTS = 2048, 16, 512
 
 
-def plan(order: int, device: str, road: str | None = None) -> list[torch.Tensor]:
-    chosen = Bank(order, POINTS, "exponential").plan(BLOCK, BLOCKS, device, road=road)
+def plan(order: int, device: str, algorithm: str | None = None) -> list[torch.Tensor]:
+    chosen = Bank(order, POINTS, "exponential").plan(BLOCK, BLOCKS, device, algorithm=algorithm)
     return [tensor for part in chosen for tensor in (part if isinstance(part, tuple) else (part,))]
 
 

@@ -124,7 +124,7 @@ def memorizing(preset: str, cuda: bool) -> tuple[nn.Module, Backward]:
     from memorizing_transformers_pytorch import MemorizingTransformer
 
     size = sizes(preset)
-    layer = MEMORIES["memorizing"].layers(size["depth"])[0] + 1  # the package counts from one
+    layer = MEMORIES["memorizing"].info.layers(size["depth"])[0] + 1  # the package counts from one
     folder = tempfile.TemporaryDirectory(prefix="peers-")
     model = MemorizingTransformer(
         **size, memorizing_layers=layer, max_knn_memories=LENGTHS[preset],

@@ -1,4 +1,4 @@
-"""Attention inside a block, in front of it a few columns of memory: softmax attention on SDPA, without mask tensors.
+"""Softmax attention inside a block with memory columns in front of it, on SDPA and mostly without mask tensors.
 
 Shapes are [batch, head, token, dim]; keys and values may have fewer heads than queries (grouped).
 """
@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elastic_memory.fast.kernels import flash
+from elastic_memory.common.speedups import find
 from elastic_memory.shapes import Bool, Float, Tensor
+
+fast = find("attention")
 
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """For streams, whose number of keys changes with every call: cuDNN plans each anew, for tens of milliseconds."""
+    """For streams, whose number of keys changes with every call: cuDNN would plan each for tens of milliseconds."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -29,8 +31,8 @@ def rotate(
     x: Float[Tensor, "batch head token dim"], cos: Float[Tensor, "... token dim"], sin: Float[Tensor, "... token dim"]
 ) -> Float[Tensor, "batch head token dim"]:
     """Rotary positions, Llama's pairing of the first and second half of each head."""
-    # Halves apart until the end, and tokens first, as projections have them: a compiled backward pass is then one sweep
-    # over memory, where it would write heads first and copy that.
+    # Halves separate until the end, and tokens first, as projections have them: the compiled backward pass is then one
+    # kernel; otherwise it writes heads first, and copies.
     first, second = x.transpose(1, 2).chunk(2, dim=-1)
     (cos_first, cos_second), (sin_first, sin_second) = (table.unsqueeze(-2).chunk(2, dim=-1) for table in (cos, sin))
     rotated = torch.cat((first * cos_first - second * sin_first, second * cos_second + first * sin_second), dim=-1)
@@ -48,8 +50,8 @@ def trapezoidal(
     With as many keys as queries this is plain causal attention; memory in front of the block makes it a trapezoid.
     """
     queries, before = query.shape[2], key.shape[2] - query.shape[2]
-    if queries > 1 and flash.fits(query, key):
-        mixed = flash.causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
+    if queries > 1 and fast is not None and fast.supports(query, key):
+        mixed = fast.causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
         return mixed.transpose(1, 2)
     grouped = query.shape[1] != key.shape[1]
     if before == 0 or queries == 1:
@@ -75,9 +77,9 @@ def masked(
     mask: Bool[Tensor, "*rows query key"] | Float[Tensor, "*rows query key"] | None,
     scale: float | None = None,
 ) -> Float[Tensor, "batch head query dim"]:
-    """Attention where `mask` is true, or to everything: rows with clocks of their own, sliding windows, queues.
+    """Attention where `mask` is true, or to everything: rows at different positions, sliding windows, queues.
 
-    A mask of numbers, 0 and -inf, is added to the scores: what fused kernels take without making it first.
+    A mask of numbers, 0 and -inf, is added to the scores: fused kernels take it without conversion.
     """
     grouped = query.shape[1] != key.shape[1]
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
@@ -85,10 +87,10 @@ def masked(
 
 
 def _one_gradient_layout(mixed: Float[Tensor, "batch head token dim"]) -> Float[Tensor, "batch head token dim"]:
-    """What attention returns, so that its gradient always comes back in one layout.
+    """What attention returns, with a gradient that always has the same layout.
 
-    torch keeps cuDNN's backward plans by the shapes and strides of queries, keys and values, but a plan also holds the
-    strides that the gradient had when it was made: two calls alike in all but that get wrong gradients, silently
+    torch caches cuDNN's backward plans by the shapes and strides of queries, keys and values, but a plan also holds the
+    strides that the gradient had when it was made: two calls that differ only in these get wrong gradients, silently
     (pytorch pull request 191576; seen with torch 2.11).
     """
     return _OneGradientLayout.apply(mixed) if mixed.is_cuda and mixed.requires_grad else mixed
@@ -110,3 +112,32 @@ def window_mask(queries: int, before: int, window: int, device: torch.device) ->
     """Which of `before + queries` keys the last `queries` of them see: the newest `window`, itself included."""
     distance = (before + torch.arange(queries, device=device))[:, None] - torch.arange(before + queries, device=device)
     return (distance >= 0) & (distance < window)
+
+
+def used_twice(x: Float[Tensor, "batch head token dim"]) -> tuple[Tensor, Tensor]:
+    """x for attention and for memory. Their gradients are added with tokens first, as projections need them.
+
+    Left to itself, a compiler writes the sum with heads first, and then copies it.
+    """
+    one, other = _UsedTwice.apply(x)
+    return one, other
+
+
+class _UsedTwice(torch.autograd.Function):
+    """x and x."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor | None, other: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        if one is None or other is None:
+            return one if other is None else other
+        return (one.transpose(1, 2) + other.transpose(1, 2)).transpose(1, 2)

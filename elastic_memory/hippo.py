@@ -9,7 +9,7 @@ exact for such step functions, so what the paper builds from one matrix per toke
     basis           R[j,n] = phi_n(u_j)                                               state -> reconstruction at u_j
     join            C = P(r) C_first + S P(1-r) S C_second, S = diag((-1)^n)          states of parts -> of the whole
 
-Any start and any end will do: there is no longest history. See docs/equations.md for the paper's own formulas.
+Any start and end are possible: there is no longest history. See docs/equations.md for the paper's own formulas.
 """
 
 import itertools
@@ -19,16 +19,18 @@ from numbers import Integral, Real
 
 import torch
 
-from elastic_memory.fast.kernels import triton_runs_on
+from elastic_memory.common.speedups import find
 from elastic_memory.shapes import Float, Tensor
 
 METHODS = ("zoh", "forward", "backward", "bilinear")
 
-# Numbers that one operation of a sweep handles. A GPU wants few long launches; a CPU what fits its caches and is too
-# little to wake other threads for.
+# Numbers that one operation of a recurrence handles. A GPU needs few long launches; a CPU what fits its caches and is
+# too small for multithreading.
 AT_ONCE = {"cpu": 2**15, "cuda": 2**22}
 
 Device = torch.device | str | int | None
+
+fast = find("hippo")
 
 
 def legs(order: int, *, device: Device = None) -> tuple[Float[Tensor, "order order"], Float[Tensor, " order"]]:
@@ -83,10 +85,9 @@ def transitions(
     Row n holds the coefficients of phi_n(r u) in the basis phi_m(u). In z = 2u - 1 that is phi_n at r z + r - 1, and
     z phi_m = b_m phi_{m-1} + b_{m+1} phi_{m+1}; so Legendre's three-term recurrence carries rows n-1 and n to row n+1.
     """
-    if _fused(ratios):
-        from elastic_memory.fast.kernels import sweeps
-
-        return sweeps.transitions(order, ratios, dtype)
+    kernels = fast and fast.kernels_on(ratios.device)
+    if kernels:
+        return kernels.transitions(order, ratios, dtype)
     power = ratios.new_zeros(len(ratios), order, order)
     power[:, 0, 0] = ratios
     b = [m / math.sqrt(4 * m**2 - 1) for m in range(1, order)]
@@ -119,7 +120,7 @@ def projection(
 def projections(
     order: int, edges: Float[Tensor, "... edge"], dtype: torch.dtype = torch.float64
 ) -> Float[Tensor, "... order token"]:
-    """Integrals of phi_n between neighbouring moments: the kernels of any number of blocks in one sweep, cast last."""
+    """Integrals of phi_n between neighbouring points: the kernels of any number of blocks in one pass, cast last."""
     kernel = edges.new_empty(*edges.shape[:-1], order, edges.shape[-1] - 1, dtype=dtype)
     by_row = kernel.movedim(-2, 0)
     for rows, areas in _antiderivatives(order, edges.flatten()):
@@ -129,9 +130,9 @@ def projections(
 
 
 def basis(order: int, u: Tensor | list[float], *, device: Device = None) -> Float[Tensor, "point order"]:
-    """R of eq. 7: phi_n at the moments `u` of the history, 0 its beginning and 1 now."""
+    """R of eq. 7: phi_n at the points `u` of the history, 0 its beginning and 1 now."""
     _check_order(order)
-    u = _check_moments(u, device)
+    u = _check_points(u, device)
     values = next(legendre(u, order - 1))[1:]
     return values.mul_(_roots(order, u.device)).T
 
@@ -139,7 +140,7 @@ def basis(order: int, u: Tensor | list[float], *, device: Device = None) -> Floa
 def integral(order: int, u: Tensor | list[float], *, device: Device = None) -> Float[Tensor, "point order"]:
     """Phi_n, the integral of phi_n from 0 to `u`: what projections and averages over cells are made of."""
     _check_order(order)
-    u = _check_moments(u, device)
+    u = _check_points(u, device)
     values = u.new_empty(order, len(u))
     for rows, areas in _antiderivatives(order, u):
         values[rows] = areas
@@ -177,7 +178,7 @@ def compress(
 def reconstruct(
     state: Float[Tensor, "order ..."], u: Tensor | list[float], *, device: Device = None
 ) -> Float[Tensor, "point ..."]:
-    """The history that a state stands for (eq. 8), at the moments `u`: 0 its beginning, 1 now."""
+    """The history that a state stands for (eq. 8), at the points `u`: 0 its beginning, 1 now."""
     _check_signal(state, "state")
     device = state.device if device is None else device
     coefficients = state.reshape(len(state), -1).to(device, torch.float64)
@@ -225,10 +226,10 @@ def joiners(
 
 
 def legendre(u: Float[Tensor, " point"], rows: int, shared: int = 2) -> Iterator[Float[Tensor, "row point"]]:
-    """P_{-1}, P_0, P_1, ... at 2u - 1 in panels without end: the one loop that everything else sweeps along.
+    """P_{-1}, P_0, P_1, ... at 2u - 1 in endless panels: the one recurrence that everything else is built on.
 
-    A panel is the last `shared` rows of the one before and `rows` more, in the same memory: it is gone when the next
-    is asked for. P_{-1} = -1, which the recurrence never looks at, makes Phi_0 = u an integral like all others.
+    A panel is the last `shared` rows of the one before and `rows` more, in the same memory: it is overwritten when the
+    next is asked for. P_{-1} = -1, which the recurrence never uses, makes Phi_0 = u an integral like all others.
     """
     panel, known = u.new_empty(shared + rows, len(u)), 2
     panel[0], panel[1] = -1, 1
@@ -242,10 +243,9 @@ def legendre(u: Float[Tensor, " point"], rows: int, shared: int = 2) -> Iterator
 
 def _climb(panel: Float[Tensor, "row point"], u: Float[Tensor, " point"], degree: int) -> None:
     """Fill all rows but the first two: P_degree, P_{degree+1}, ..."""
-    if _fused(u):
-        from elastic_memory.fast.kernels import sweeps
-
-        return sweeps.climb(panel, u, degree)
+    kernels = fast and fast.kernels_on(u.device)
+    if kernels:
+        return kernels.climb(panel, u, degree)
     z = 2 * u - 1
     below, here = panel[:2].unbind()
     for n, row in enumerate(panel[2:].unbind(), degree):
@@ -256,7 +256,7 @@ def _climb(panel: Float[Tensor, "row point"], u: Float[Tensor, " point"], degree
 def _antiderivatives(order: int, u: Float[Tensor, " point"]) -> Iterator[tuple[slice, Float[Tensor, "row point"]]]:
     """Phi_0, Phi_1, ... at u, some rows at a time: Phi_n = (P_{n+1} - P_{n-1}) / (2 sqrt(2n+1))."""
     some = min(order, max(1, AT_ONCE.get(u.device.type, AT_ONCE["cpu"]) // max(1, len(u))))
-    rows = some * -(-8 // some)  # a panel repeats two rows of the last: not worth it for one more
+    rows = some * -(-8 // some)  # at least 8: a panel repeats two rows of the last one
     twice = 2 * _roots(order, u.device)
     for begin, panel in zip(range(0, order, rows), legendre(u, rows), strict=False):
         for first in range(begin, min(begin + rows, order), some):
@@ -268,11 +268,6 @@ def _antiderivatives(order: int, u: Float[Tensor, " point"]) -> Iterator[tuple[s
 def _roots(order: int, device: Device) -> Float[Tensor, "order 1"]:
     """sqrt(2n+1), as a column."""
     return torch.arange(1, 2 * order, 2, dtype=torch.float64, device=device).sqrt()[:, None]
-
-
-def _fused(tensor: Tensor) -> bool:
-    """Whether kernels can do a loop over n in one launch; one by one, its steps would keep a GPU waiting."""
-    return triton_runs_on(tensor.device)
 
 
 def _check_order(order: int) -> None:
@@ -288,14 +283,14 @@ def _check_times(start: int | float, end: int | float) -> None:
         raise ValueError(f"from time {start} to time {end}: a history only grows; the start must not lie after the end")
 
 
-def _check_moments(u: Tensor | list[float], device: Device) -> Float[Tensor, " point"]:
+def _check_points(u: Tensor | list[float], device: Device) -> Float[Tensor, " point"]:
     u = torch.as_tensor(u, dtype=torch.float64)
     if u.ndim != 1:
-        raise ValueError(f"moments of shape {list(u.shape)}: a one-dimensional list of moments fits")
+        raise ValueError(f"points of shape {list(u.shape)}: a one-dimensional list of points fits")
     if u.numel() and not bool(((u >= 0) & (u <= 1)).all()):
         outside = u[~((u >= 0) & (u <= 1))][0].item()
-        raise ValueError(f"moment {outside}: moments run from 0, the first token, to 1, now")
-    return u.to(device=device)  # checked where it came from: a GPU would have to be waited for
+        raise ValueError(f"point {outside}: points of the history run from 0, the first token, to 1, now")
+    return u.to(device=device)  # checked where it came from: avoids a GPU synchronisation
 
 
 def _check_signal(signal: Tensor, name: str) -> None:

@@ -1,6 +1,6 @@
 """The bank: every matrix that a memory of some order needs, for any block of any history.
 
-Reading a memory is linear in the tokens it has seen, and two roads lead to the same result:
+Reading a memory is linear in the tokens it has seen, and two algorithms give the same result:
 
     recurrent    state = P state + K tokens, then R state      constant memory: streaming, and training at small orders
     direct       W tokens with W = R K over the whole history  no state at all, cost independent of the order: training
@@ -19,23 +19,23 @@ import torch
 from elastic_memory import hippo, sampling
 from elastic_memory.shapes import Float, Tensor
 
-BATCH = 2**22  # entries of the float64 transitions built together for the recurrent road
+BATCH = 2**22  # entries of the float64 transitions built together for the recurrent algorithm
 
-# What building W holds at once: so many tokens, and so many polynomials of them. A GPU wants few long launches, a CPU
-# what fits its caches.
+# How many tokens, and how many polynomials of them, building W holds at once. A GPU needs few long launches, a CPU what
+# fits its caches.
 SWEEP = {"cpu": 2**13, "cuda": 2**15}
 PANEL = {"cpu": 64, "cuda": 256}
 
 CACHED = 4  # plans and the like; an unbounded cache would break the promise of constant memory
 
-# A stream builds the operators of its next blocks together: one sweep over n takes as many launches for one block as
-# for several. So many bytes of them at most make a stretch, and are held: nine blocks of order 540, so that the last
-# two stretches have all eight blocks that a prompt passes in one layer before it comes to the next.
+# A stream builds the operators of its next blocks together, a stretch: the recurrence over n takes as many launches for
+# several blocks as for one. At most so many bytes per stretch: nine blocks of order 540, so that the last two stretches
+# hold the eight blocks of a prompt that pass one layer before the next.
 AHEAD = 3 * 2**24
 
 
 class Step(NamedTuple):
-    """One stretch of tokens: `state = transition @ state + projection @ tokens`."""
+    """Writes some tokens: `state = transition @ state + projection @ tokens`."""
 
     transition: Float[Tensor, "order order"]
     projection: Float[Tensor, "order token"]
@@ -65,7 +65,7 @@ Result = TypeVar("Result")
 
 
 def _constant(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """No gradient, and usable in training even if first asked for in inference mode."""
+    """No gradient, and usable in training even if first built in inference mode."""
 
     @wraps(function)
     def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -76,10 +76,10 @@ def _constant(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
 
 
 def _stretched(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A function of `count` neighbouring blocks from block `first` on, whose last two results are kept.
+    """Caches a function of `count` neighbouring blocks from block `first` on: its last two results.
 
-    A stream that goes on to its next stretch gives up the one before: alone it holds one, and two that take turns, or
-    rows whose clocks are far apart, hold one each.
+    A stream that reaches its next stretch drops the one before. So a stream holds one; two interleaved streams, or rows
+    that are far apart, hold one each.
     """
     held: dict[Any, Result] = {}
 
@@ -113,7 +113,7 @@ class Bank:
     def step(
         self, start: int, end: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None
     ) -> Step:
-        """The operators that write tokens `start`..`end - 1`; a stream writes `every` so many, from anywhere on."""
+        """The operators that write tokens `start`..`end - 1`; for a stream that writes blocks of `every` tokens."""
         size = end - start
         if size < 1 or start < 0 or (size != every if every else start % size):
             return _step(self.order, start, end, torch.device(device), dtype)
@@ -124,7 +124,7 @@ class Bank:
     def reconstruction(
         self, history: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None
     ) -> Float[Tensor, "point order"]:
-        """R: what reads the state of a history of that many tokens; a stream asks again `every` so many."""
+        """R: what reads the state of a history of that many tokens; for a stream that reads after each `every`."""
         if not every or history < every:
             return _reconstructions(0, 1, self, history, torch.device(device), dtype)[0]
         block, ahead = history // every - 1, _ahead(self.order * self.points, dtype)
@@ -134,7 +134,7 @@ class Bank:
     def joiners(
         self, first: int, second: int, device: Any, dtype: torch.dtype = torch.float32
     ) -> tuple[Float[Tensor, "order order"], Float[Tensor, "order order"]]:
-        """What two histories of so many tokens each give to the state of the first followed by the second."""
+        """The operators that give the state of two histories in sequence from their states; lengths in tokens."""
         return _joiners(self.order, first, second, torch.device(device), dtype)
 
     def direct(self, history: int, device: Any, dtype: torch.dtype = torch.float32) -> Float[Tensor, "point token"]:
@@ -142,25 +142,30 @@ class Bank:
         return _direct(self, (history,), torch.device(device), dtype)[0]
 
     def plan(
-        self, block_size: int, blocks: int, device: Any, dtype: torch.dtype = torch.float32, road: str | None = None
+        self,
+        block_size: int,
+        blocks: int,
+        device: Any,
+        dtype: torch.dtype = torch.float32,
+        algorithm: str | None = None,
     ) -> Plan:
-        """All that one pass over `blocks` whole blocks needs, by the cheaper road unless `road` names one.
+        """All that one pass over `blocks` whole blocks needs, by the cheaper algorithm unless one is given.
 
         Recurrent operators are float32 at least: their errors would add up from block to block.
         """
         if block_size < 1 or blocks < 1:
             raise ValueError(f"{blocks} blocks of {block_size} tokens: both must be at least 1")
         cost = self.cost(block_size, blocks)
-        road = min(cost, key=cost.__getitem__) if road is None else road
-        if road not in cost:
-            raise ValueError(f"road {road!r}: {' or '.join(cost)} fits")
-        if road == "direct":
+        algorithm = min(cost, key=cost.__getitem__) if algorithm is None else algorithm
+        if algorithm not in cost:
+            raise ValueError(f"algorithm={algorithm!r}: give {' or '.join(cost)}, or None for the cheaper one")
+        if algorithm == "direct":
             histories = tuple(block_size * block for block in range(1, blocks))
             return Direct(_direct(self, histories, torch.device(device), dtype))
         return _recurrent(self, block_size, blocks, torch.device(device), torch.promote_types(dtype, torch.float32))
 
     def cost(self, block_size: int, blocks: int, width: int = 1) -> dict[str, int]:
-        """Operations of one pass by either road, for `width` features (keys and values of all heads together)."""
+        """Operations of one pass by either algorithm, for `width` features (keys and values of all heads together)."""
         read = max(blocks - 1, 0)
         carried = max(blocks - 2, 0) * self.order**2
         return {
@@ -168,13 +173,13 @@ class Bank:
             "recurrent": 2 * width * (carried + read * self.order * (block_size + self.points)),
         }
 
-    def moments(self, history: int) -> Tensor:
-        """Where this bank looks in a history of that many tokens: moments [points] or cells [points, 2]."""
-        return sampling.moments(self.sampling, self.points, history, **dict(self.options))
+    def sample_points(self, history: int) -> Tensor:
+        """Where this bank looks in a history of that many tokens: points [points] or cells [points, 2]."""
+        return sampling.sample_points(self.sampling, self.points, history, **dict(self.options))
 
 
 def _ahead(numbers: int, dtype: torch.dtype) -> int:
-    """For how many blocks of a stream to build operators of so many numbers at once."""
+    """Blocks of a stream whose operators, of so many numbers each, are built at once."""
     return max(1, min(16, AHEAD // (numbers * dtype.itemsize)))
 
 
@@ -213,8 +218,8 @@ def _reconstructions(
     first: int, count: int, bank: Bank, every: int, device: torch.device, dtype: torch.dtype, offset: int = 0
 ) -> Float[Tensor, "history point order"]:
     """What reads the history that ends with each block, the first of which begins at token `offset`."""
-    moments = torch.stack([bank.moments(offset + (block + 1) * every) for block in range(first, first + count)])
-    return _readers(bank.order, moments, device).to(dtype).contiguous()
+    points = torch.stack([bank.sample_points(offset + (block + 1) * every) for block in range(first, first + count)])
+    return _readers(bank.order, points, device).to(dtype).contiguous()
 
 
 @lru_cache(maxsize=CACHED)
@@ -224,19 +229,19 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
     transitions = torch.empty(max(blocks - 2, 0), order, order, device=device, dtype=dtype)
     ratios = torch.arange(1, max(blocks - 1, 1), dtype=torch.float64, device=device)
     ratios = ratios / (ratios + 1)
-    together = max(1, BATCH // order**2)
-    for first in range(0, len(ratios), together):
-        transitions[first : first + together] = hippo.transitions(order, ratios[first : first + together], dtype)
+    batch = max(1, BATCH // order**2)
+    for first in range(0, len(ratios), batch):
+        transitions[first : first + batch] = hippo.transitions(order, ratios[first : first + batch], dtype)
 
     ends = size * torch.arange(1, blocks, dtype=torch.float64, device=device)[:, None]
     edges = torch.arange(-size, 1, dtype=torch.float64, device=device) + ends
     projections = hippo.projections(order, edges / ends, dtype)
     if not read:
         return Recurrent(transitions, projections, projections.new_empty(0, bank.points, order))
-    moments = [bank.moments(size * block) for block in read]
-    if all(torch.equal(moments[0], other) for other in moments[1:]):
-        moments = moments[:1]
-    reconstructions = _readers(order, torch.stack(moments), device).to(dtype).contiguous()
+    points = [bank.sample_points(size * block) for block in read]
+    if all(torch.equal(points[0], other) for other in points[1:]):
+        points = points[:1]
+    reconstructions = _readers(order, torch.stack(points), device).to(dtype).contiguous()
     return Recurrent(transitions, projections, reconstructions)
 
 
@@ -253,24 +258,24 @@ def _direct(
         (r[j,m-1] - r[j,m+1]) / 2 * (P_m at the right edge - P_m at the left edge),
 
     r[j,n] = R[j,n] / sqrt(2n+1) and 0 from n = order on. One plain product per panel of polynomials does that, and one
-    difference along the tokens at the very end; one sweep over n serves edges and moments alike.
+    difference along the tokens at the very end; one recurrence over n serves edges and sample points alike.
     """
     weights = tuple(torch.empty(bank.points, history, device=device, dtype=dtype) for history in histories)
-    moments = [bank.moments(history).to(device) for history in histories]
+    points = [bank.sample_points(history).to(device) for history in histories]
     most, rows = (limit.get(device.type, limit["cpu"]) for limit in (SWEEP, PANEL))
     for pieces in _pieces(histories, most):
         edges = [
             torch.arange(first, last + 1, dtype=torch.float64, device=device) / histories[which]
             for which, first, last in pieces
         ]
-        looks = torch.stack([moments[which] for which, _, _ in pieces])
+        looks = torch.stack([points[which] for which, _, _ in pieces])
         sums = [points.new_zeros(bank.points, len(points)) for points in edges]
         sizes = [len(points) for points in edges]
         for begin, panel in _panels(bank.order, torch.cat([*edges, looks.flatten()]), rows):
             *values, seen = panel.split([*sizes, looks.numel()], dim=1)
-            steepness = _steepness(bank.order, begin, seen, looks)
-            for total, columns, slopes in zip(sums, values, steepness.unbind(1), strict=True):
-                total.addmm_(slopes.T, columns[2:-2])
+            differences = _differences(bank.order, begin, seen, looks)
+            for total, columns, difference in zip(sums, values, differences.unbind(1), strict=True):
+                total.addmm_(difference.T, columns[2:-2])
         for (which, first, last), total in zip(pieces, sums, strict=True):
             # In strips, as the difference exists in float64 before it is cast.
             for part, strip in zip(total.split(rows), weights[which].split(rows), strict=True):
@@ -283,12 +288,12 @@ def _panels(order: int, u: Float[Tensor, " point"], rows: int) -> Iterator[tuple
     return zip(range(0, order, rows), hippo.legendre(u, rows, shared=4), strict=False)
 
 
-def _steepness(
+def _differences(
     order: int, begin: int, panel: Float[Tensor, "row look"], looks: Float[Tensor, "piece point ..."]
 ) -> Float[Tensor, "panel piece point"]:
-    """(r[m-1] - r[m+1]) / 2 for m = begin + 1, begin + 2, ... (see `_direct`), from a panel at moments or cells.
+    """(r[m-1] - r[m+1]) / 2 for m = begin + 1, begin + 2, ... (see `_direct`), from a panel at points or cells.
 
-    r[n] is P_n at a moment; over a cell it is the mean of P_n, (P_{n+1} - P_{n-1}) / (2n+1) / 2 at its right end minus
+    r[n] is P_n at a point; over a cell it is the mean of P_n, (P_{n+1} - P_{n-1}) / (2n+1) / 2 at its right end minus
     the same at its left end, by its width.
     """
     n = torch.arange(begin, begin + len(panel) - 2, device=panel.device)[:, None, None]
@@ -303,14 +308,14 @@ def _steepness(
 
 
 def _readers(
-    order: int, moments: Float[Tensor, "reader point ..."], device: torch.device
+    order: int, points: Float[Tensor, "reader point ..."], device: torch.device
 ) -> Float[Tensor, "reader point order"]:
-    """R for several sets of moments or cells, in one sweep: the basis at a moment, its mean over a cell."""
-    flat = moments.flatten()
-    if moments.ndim == 2:
-        return hippo.basis(order, flat, device=device).unflatten(0, moments.shape)
-    left, right = hippo.integral(order, flat, device=device).unflatten(0, moments.shape).unbind(2)
-    return (right - left) / (moments[..., 1] - moments[..., 0]).to(device)[..., None]
+    """R for several sets of points or cells, in one pass: the basis at a point, its mean over a cell."""
+    flat = points.flatten()
+    if points.ndim == 2:
+        return hippo.basis(order, flat, device=device).unflatten(0, points.shape)
+    left, right = hippo.integral(order, flat, device=device).unflatten(0, points.shape).unbind(2)
+    return (right - left) / (points[..., 1] - points[..., 0]).to(device)[..., None]
 
 
 def _pieces(histories: tuple[int, ...], most: int) -> Iterator[list[tuple[int, int, int]]]:

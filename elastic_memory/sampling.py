@@ -1,17 +1,17 @@
 """Where in the history to look: polynomial sampling (section 2.3 of the paper).
 
-A sampling is a function `name(points, history, **options)`. It returns either `points` moments in [0, 1], 0 the first
-token and 1 now, at which the history is reconstructed, or `points` cells [left, right] over which the reconstruction is
-averaged. `history` is the number of tokens seen so far. Any function of that form can stand in for a name.
+A sampling is a function `name(points, history, **options)`. It returns either `points` sample points in [0, 1], 0 the
+first token and 1 now, at which the history is reconstructed, or `points` cells [left, right] over which the
+reconstruction is averaged. `history` is the number of tokens seen so far. A function of that form may stand for a name.
 """
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable
 
 import torch
 
+from elastic_memory.common.names import suggest
 from elastic_memory.shapes import Float, Tensor
 
 Sampling = Callable[..., Tensor]
@@ -25,8 +25,8 @@ def uniform(points: int, history: int) -> Float[Tensor, " point"]:
 def exponential(points: int, history: int, decay: float | None = None) -> Float[Tensor, " point"]:
     """The paper's exponential rule, u_j = 1 - decay^(M-1-j): crowded towards now, newest first.
 
-    The paper gives no decay. Ours lets the newest moment lie one token before now, whatever the history's length, so
-    that the moments span all scales from one token to everything (docs/choices.md, "decay").
+    The paper gives no decay. Ours puts the newest point one token before now, whatever the history's length, so that
+    the points span all scales from one token to everything (docs/choices.md, "decay").
     """
     if decay is None:
         decay = history ** (-1 / max(points - 1, 1))
@@ -73,22 +73,20 @@ def resolve(sampling: str | Sampling, options: dict[str, object]) -> Sampling:
     elif sampling in SAMPLINGS:
         function = SAMPLINGS[sampling]
     else:
-        raise ValueError(
-            f"sampling {sampling!r}: {_nearest(str(sampling), list(SAMPLINGS))}, or a function of your own"
-        )
+        raise ValueError(f"sampling {sampling!r}: {suggest(str(sampling), list(SAMPLINGS))}, or a function of your own")
     name = getattr(function, "__name__", "sampling")
     parameters = list(inspect.signature(function).parameters.values())
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         known = [parameter.name for parameter in parameters[2:]]
         for option in options:
             if option not in known:
-                fits = _nearest(option, known) if known else "it takes none"
+                fits = suggest(option, known) if known else "it takes none"
                 raise ValueError(f"option {option!r} of sampling {name!r}: {fits}")
     return function
 
 
-def moments(sampling: str | Sampling, points: int, history: int, **options: object) -> Tensor:
-    """The moments [points] or cells [points, 2] of a sampling given by name or function, checked."""
+def sample_points(sampling: str | Sampling, points: int, history: int, **options: object) -> Tensor:
+    """The sample points [points] or cells [points, 2] of a sampling given by name or function, checked."""
     if points < 1 or history < 1:
         raise ValueError(f"{points} points of a history of {history} tokens: both must be at least 1")
     function = resolve(sampling, options)
@@ -98,7 +96,7 @@ def moments(sampling: str | Sampling, points: int, history: int, **options: obje
         raise ValueError(f"sampling {name!r} returned shape {list(u.shape)}: [{points}] or [{points}, 2] fits")
     if not bool(((u >= 0) & (u <= 1)).all()):
         outside = u[~((u >= 0) & (u <= 1))][0].item()
-        raise ValueError(f"sampling {name!r} returned moment {outside}: moments run from 0, the first token, to 1, now")
+        raise ValueError(f"sampling {name!r} returned {outside}: sample points run from 0, the first token, to 1, now")
     if u.ndim == 2 and not bool((u[:, 0] < u[:, 1]).all()):
         raise ValueError(f"sampling {name!r} returned an empty cell: each left edge must lie before its right edge")
     return u
@@ -118,8 +116,3 @@ def _growth(cells: int, width: int) -> float:
         else:
             low = middle
     return math.exp(high)
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(known)}"

@@ -6,8 +6,8 @@ import torch
 import elastic_memory as em
 from elastic_memory.attention import trapezoidal
 from elastic_memory.commands.selfcheck import checks
+from elastic_memory.fast import attention as flash
 from elastic_memory.fast import decoder
-from elastic_memory.fast.kernels import flash
 from elastic_memory.memory import MEMORIES
 from elastic_memory.operators import Bank
 
@@ -24,7 +24,7 @@ def test_every_equivalence_of_selfcheck():
 @pytest.mark.parametrize("kernels", ["torch's", "FlashAttention-4"])
 def test_fused_attention_in_bf16(dim, before, kernels, monkeypatch):
     if kernels == "torch's":
-        monkeypatch.setattr(flash, "fits", lambda query, key: False)
+        monkeypatch.setattr(flash, "supports", lambda query, key: False)
     else:
         pytest.importorskip("flash_attn.cute")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -46,7 +46,7 @@ def test_fused_attention_in_bf16(dim, before, kernels, monkeypatch):
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_compiled_layers_in_bf16(memory):
-    """Loss and gradients of the compiled training road, against eager float32."""
+    """Loss and gradients of the compiled training, against eager float32."""
     torch.manual_seed(0)
     config = em.MemoryLlamaConfig.preset("tiny", memory=memory, block_size=128, head_dim=64, initializer_range=0.05)
     model = em.MemoryLlamaForCausalLM(config).cuda()

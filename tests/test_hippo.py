@@ -116,8 +116,8 @@ def test_a_transition_is_the_matrix_power_at_order_512(start, end):
 
 @given(st.integers(1, 200), st.lists(times, min_size=3, max_size=3))
 @quick
-def test_transitions_compose(order, moments):
-    first, second, third = sorted(moments)
+def test_transitions_compose(order, times):
+    first, second, third = sorted(times)
     once = hippo.transition(order, first, third)
     close(hippo.transition(order, second, third) @ hippo.transition(order, first, second), once, 1e-11)
 
@@ -247,11 +247,11 @@ SIGNAL = torch.ones(4)
         (lambda: hippo.compress([1.0, 2.0], 2), "list"),
         (lambda: hippo.compress(SIGNAL / 0, 2), "NaN or infinity"),
         (lambda: hippo.compress(SIGNAL[:0], 2), r"shape \[0\]"),
-        (lambda: hippo.basis(2, [0.5, 1.5]), "moment 1.5"),
-        (lambda: hippo.basis(2, [math.nan]), "moment nan"),
-        (lambda: hippo.integral(2, [-0.5]), "moment -0.5"),
+        (lambda: hippo.basis(2, [0.5, 1.5]), "point 1.5"),
+        (lambda: hippo.basis(2, [math.nan]), "point nan"),
+        (lambda: hippo.integral(2, [-0.5]), "point -0.5"),
         (lambda: hippo.basis(2, torch.zeros(2, 2)), r"shape \[2, 2\]"),
-        (lambda: hippo.reconstruct(SIGNAL, [2.0]), "moment 2.0"),
+        (lambda: hippo.reconstruct(SIGNAL, [2.0]), "point 2.0"),
     ],
 )
 def test_bad_input_is_named(call, says):

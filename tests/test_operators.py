@@ -49,7 +49,7 @@ def walk(plan: Recurrent, signal: torch.Tensor, size: int) -> list[torch.Tensor]
 @quick
 def test_the_direct_operator_is_reading_times_projection(order, points, sampling, history):
     bank = Bank(order, points, sampling)
-    reader = oracle.read(order, bank.moments(history).numpy())
+    reader = oracle.read(order, bank.sample_points(history).numpy())
     close(bank.reconstruction(history, CPU, DOUBLE), reader, 1e-11)
     weights = bank.direct(history, CPU, DOUBLE)
     close(weights, reader @ oracle.kernel(order, 0, history, history), 1e-11)

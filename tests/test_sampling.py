@@ -7,25 +7,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_memory.sampling import SAMPLINGS, moments
+from elastic_memory.sampling import SAMPLINGS, sample_points
 
 points, histories = st.integers(1, 600), st.integers(1, 10**7)
 quick = settings(deadline=None, max_examples=60)
 
 
 def test_uniform_is_the_papers_rule():
-    assert moments("uniform", 4, 4096).tolist() == [0, 0.25, 0.5, 0.75]
+    assert sample_points("uniform", 4, 4096).tolist() == [0, 0.25, 0.5, 0.75]
 
 
 def test_exponential_is_the_papers_rule():
-    u = moments("exponential", 5, 4096, decay=0.5)
+    u = sample_points("exponential", 5, 4096, decay=0.5)
     assert u.tolist() == [1 - 0.5**4, 1 - 0.5**3, 0.75, 0.5, 0]
 
 
 @given(points, histories)
 @quick
-def test_the_newest_exponential_moment_lies_one_token_before_now(count, history):
-    u = moments("exponential", count, history)
+def test_the_newest_exponential_point_lies_one_token_before_now(count, history):
+    u = sample_points("exponential", count, history)
     assert u[-1] == 0
     assert bool((u[:-1] >= u[1:]).all())
     if count > 1:
@@ -36,14 +36,14 @@ def test_the_newest_exponential_moment_lies_one_token_before_now(count, history)
 @given(points, histories)
 @quick
 def test_every_sampling_fits_every_history(name, count, history):
-    assert moments(name, count, history).dtype == torch.float64
+    assert sample_points(name, count, history).dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ["uniform_cells", "geometric_cells"])
 @given(points, histories)
 @quick
 def test_cells_tile_the_history(name, count, history):
-    cells = moments(name, count, history)
+    cells = sample_points(name, count, history)
     assert cells.shape == (count, 2)
     assert cells[0, 0] == 0
     assert cells[-1, 1] == 1
@@ -53,7 +53,7 @@ def test_cells_tile_the_history(name, count, history):
 @given(points, histories)
 @quick
 def test_geometric_cells_grow_from_one_token(count, history):
-    widths = moments("geometric_cells", count, history).diff(dim=1).flatten() * history
+    widths = sample_points("geometric_cells", count, history).diff(dim=1).flatten() * history
     if count == 1 or history <= count:
         assert torch.allclose(widths, torch.full_like(widths, history / count), rtol=1e-6)
     else:
@@ -63,16 +63,17 @@ def test_geometric_cells_grow_from_one_token(count, history):
 
 
 def test_midpoints_are_the_middles_of_uniform_cells():
-    assert torch.allclose(moments("midpoints", 7, 100), moments("uniform_cells", 7, 100).mean(1))
+    assert torch.allclose(sample_points("midpoints", 7, 100), sample_points("uniform_cells", 7, 100).mean(1))
 
 
 def test_a_function_of_ones_own_with_its_own_options():
     def late(points, history, since=0.5):
         return torch.linspace(since, 1, points)
 
-    assert moments(late, 3, 10).tolist() == [0.5, 0.75, 1]
-    assert moments(late, 2, 10, since=0.0).tolist() == [0, 1]
-    assert moments(lambda points, history, **options: [options["at"]] * points, 2, 10, at=0.25).tolist() == [0.25] * 2
+    assert sample_points(late, 3, 10).tolist() == [0.5, 0.75, 1]
+    assert sample_points(late, 2, 10, since=0.0).tolist() == [0, 1]
+    constant = lambda points, history, **options: [options["at"]] * points  # noqa: E731
+    assert sample_points(constant, 2, 10, at=0.25).tolist() == [0.25] * 2
 
 
 @pytest.mark.parametrize(
@@ -85,18 +86,18 @@ def test_a_function_of_ones_own_with_its_own_options():
         ("exponential", {"decay": 1.5}, "decay 1.5"),
         ("exponential", {"decay": math.nan}, "decay nan"),
         (lambda points, history: torch.zeros(points + 1), {}, r"shape \[5\]: \[4\] or \[4, 2\]"),
-        (lambda points, history: torch.full((points,), 1.5), {}, "moment 1.5"),
-        (lambda points, history: torch.full((points,), math.nan), {}, "moment nan"),
+        (lambda points, history: torch.full((points,), 1.5), {}, "returned 1.5"),
+        (lambda points, history: torch.full((points,), math.nan), {}, "returned nan"),
         (lambda points, history: torch.zeros(points, 2), {}, "empty cell"),
     ],
 )
 def test_bad_input_is_named(sampling, options, says):
     with pytest.raises(ValueError, match=says):
-        moments(sampling, 4, 100, **options)
+        sample_points(sampling, 4, 100, **options)
 
 
 def test_no_points_or_no_history():
     with pytest.raises(ValueError, match="0 points"):
-        moments("uniform", 0, 100)
+        sample_points("uniform", 0, 100)
     with pytest.raises(ValueError, match="0 tokens"):
-        moments("uniform", 4, 0)
+        sample_points("uniform", 4, 0)

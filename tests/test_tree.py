@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "elastic_memory"
 ORDER = (
-    "shapes", "common", "kernels", "hippo", "sampling", "operators", "attention", "memory", "model", "data", "training",
-    "evaluation", "report", "reproduction", "commands", "cli",
+    "shapes", "common", "hippo", "sampling", "operators", "attention", "memory", "streaming", "model", "fast", "data",
+    "training", "evaluation", "report", "reproduction", "commands", "cli",
 )  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = sorted(path for folder in ("elastic_memory", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
@@ -27,16 +27,19 @@ def part(path: Path) -> str:
 
 def imported(tree: ast.Module) -> set[str]:
     """Parts of the package that a file imports, anywhere in it."""
+    return {name.split(".")[1] for name in modules(tree)}
+
+
+def modules(tree: ast.Module) -> set[str]:
+    """What a file imports of the package: modules, and names that may be modules."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"line {node.lineno}: imports name the whole path"
-            names |= {node.module or ""}
-            if node.module == "elastic_memory":
-                names |= {f"elastic_memory.{alias.name}" for alias in node.names}
-    return {name.split(".")[1] for name in names if name.startswith("elastic_memory.")}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.startswith("elastic_memory.")}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -49,16 +52,33 @@ def test_a_file_imports_only_from_what_stands_above_it(path):
     assert not later, f"{own} stands above {later} and must not import from it"
 
 
-@pytest.mark.parametrize(
-    ("name", "allowed"), [("kernels", {"shapes"}), ("hippo", {"shapes", "kernels"}), ("sampling", {"shapes"})]
-)
-def test_the_mathematics_stands_alone(name, allowed):
+@pytest.mark.parametrize("name", ["hippo", "sampling"])
+def test_the_mathematics_stands_alone(name):
     for path in FILES:
         if part(path) == name:
-            assert imported(parse(path)) - {name} <= allowed, path
+            assert imported(parse(path)) - {name} <= {"shapes", "common"}, path
 
 
-@pytest.mark.parametrize("name", ["kernels", "hippo", "sampling", "operators", "attention", "memory"])
+def test_kernels_stand_alone():
+    for path in (PACKAGE / "fast" / "kernels").glob("*.py"):
+        names = modules(parse(path))
+        assert all(name.startswith(("elastic_memory.fast.kernels", "elastic_memory.shapes")) for name in names), path
+
+
+def test_only_one_lookup_knows_of_fast():
+    """Everything works without the folder `fast/` (tests/test_without_fast.py), so nothing outside may import it."""
+    for path in FILES:
+        if part(path) != "fast":
+            assert "fast" not in imported(parse(path)), f"{path.relative_to(ROOT)}: use common.speedups.find instead"
+            named = any(
+                isinstance(node, ast.Constant) and str(node.value).startswith("elastic_memory.fast")
+                for node in ast.walk(parse(path))
+            )
+            assert named == (path == PACKAGE / "common" / "speedups.py"), path
+            assert "kernels" not in {name.rpartition(".")[2] for name in modules(parse(path))}, path
+
+
+@pytest.mark.parametrize("name", ["hippo", "sampling", "operators", "attention", "memory"])
 def test_the_memory_knows_nothing_of_transformers(name):
     for path in FILES:
         if part(path) == name:
@@ -81,6 +101,28 @@ def test_no_mechanism_is_singled_out_outside_its_file():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
                 kinds = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
                 assert not kinds & classes, f"{where} asks for {kinds & classes}: ask the contract instead"
+
+
+def test_no_mechanism_is_imported_outside_memory():
+    """But by the file of `fast/` that makes this one faster."""
+    from elastic_memory.memory import MEMORIES
+
+    files = {kind.__module__ for kind in MEMORIES.values()}
+    for path in FILES:
+        if part(path) == "memory":
+            continue
+        for name in modules(parse(path)):
+            module = next((file for file in files if name == file or name.startswith(f"{file}.")), None)
+            own = PACKAGE / "fast" / f"{str(module).rpartition('.')[2]}.py"
+            assert module is None or path == own, f"{path.relative_to(ROOT)} imports {name}: ask the registry instead"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_are_short(path):
+    assert len(path.read_text().splitlines()) <= 400
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < 60, f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
 
 
 def test_the_page_shows_the_tree():

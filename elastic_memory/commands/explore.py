@@ -38,9 +38,9 @@ def explore(
 
         elastic explore runs/my-model --serve
     """  # fmt: skip
+    from elastic_memory.common.files import write_text
     from elastic_memory.report import explorer
     from elastic_memory.report.explorer_server import Server
-    from elastic_memory.training.files import write_text
 
     check_range(2, 10**6, tokens=tokens)
     check_range(0, 65535, port=port)

@@ -21,8 +21,8 @@ def report(
 
         elastic report runs --out runs.html --title "This week's runs"
     """
+    from elastic_memory.common.files import write_text
     from elastic_memory.report.page import page
-    from elastic_memory.training.files import write_text
 
     text = page(results, title)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,8 @@ def checks(device: str, compiled: bool = False) -> Iterator[tuple[str, float, fl
         model, ids = _model(memory, device), _ids(device)
         for name, check in MODEL_CHECKS.items():
             yield f"{memory}: {name}", check(model, ids), 1e-4
-        if any(MEMORIES[memory].has_option("road") for _ in model.memories):
-            yield f"{memory}: direct road = recurrent, gradients too", _roads(model, ids), 1e-4
+        if any(MEMORIES[memory].has_option("algorithm") for _ in model.memories):
+            yield f"{memory}: direct algorithm = recurrent, gradients too", _algorithms(model, ids), 1e-4
         if compiled:
             yield f"{memory}: compiled = eager", _compiled(model, ids), 1e-4
 
@@ -196,11 +196,11 @@ def _checkpointed(model: Any, ids: Any) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(plain, again, strict=True))
 
 
-def _roads(model: Any, ids: Any) -> float:
+def _algorithms(model: Any, ids: Any) -> float:
     found = []
-    for road in ("direct", "recurrent"):
+    for algorithm in ("direct", "recurrent"):
         for memory in model.memories.values():
-            memory.road = road
+            memory.algorithm = algorithm
         found.append([_once(model, ids), *_gradients(model, ids)])
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 

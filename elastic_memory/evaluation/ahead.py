@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from rich.progress import track
 
+from elastic_memory.common.speedups import find
 from elastic_memory.evaluation.throughput import evaluate_once, tensor_cores, train_once
-from elastic_memory.fast import wavefront
-from elastic_memory.memory import MEMORIES
+from elastic_memory.memory import MEMORIES, ParallelMemory
 from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM
 
 
@@ -44,7 +44,8 @@ def _failure(config: MemoryLlamaConfig, rows: int, length: int) -> str | None:
 def _compile(values: dict, rows: int, length: int) -> None:
     # `memory_layers=None` lets the memory choose its layers: some with memory and, if possible, some without.
     count, tokens = values["num_hidden_layers"], rows * values["block_size"]
-    together = 1 if MEMORIES[values["memory"]].parallel else wavefront.together(count, tokens)
+    parallel = issubclass(MEMORIES[values["memory"]], ParallelMemory)
+    together = 1 if parallel else find("wavefront").group_size(count, tokens)
     layers = min(count, max(2, together))
     config = MemoryLlamaConfig.from_dict(values | {"num_hidden_layers": layers, "memory_layers": None})
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

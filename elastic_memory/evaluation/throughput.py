@@ -15,9 +15,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from elastic_memory.common.speedups import find
 from elastic_memory.evaluation.losses import Model, empty_cache, evaluating, has_blocks
-from elastic_memory.fast import cuda_graph as capture
 from elastic_memory.shapes import Float, Int, Tensor
+
+capture = find("cuda_graph")
 
 WARM_SECONDS = 3.0  # of a GPU, not counted
 
@@ -87,7 +89,7 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
         for name, model in models.items()
     }
     for name, model in models.items():
-        if capture.gains(model):
+        if capture is not None and capture.gains(model):
             _check_room(peaks[name] or 0, _room(models))
             steps[name] = capture.Captured(steps[name], model.parameters())
     crowded = sum(peak or 0 for peak in peaks.values()) > _room(models)
@@ -173,7 +175,7 @@ def _train_turn(
     GPU warms up again.
     """
     run = partial(_train, model, step, ids, optimizer)
-    if not isinstance(step, capture.Captured):
+    if capture is None or not isinstance(step, capture.Captured):
         return _timed(model, partial(run, steps))
     if step.graph is None:
         run(2)

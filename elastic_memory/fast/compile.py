@@ -1,35 +1,33 @@
-"""Compiled functions for whatever shapes come."""
+"""`model.compile_blocks()`: training by compiled layers, several at once for memories that read block by block."""
 
-import functools
-import warnings
-from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any
 
-import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from elastic_memory.fast import decoder
+from elastic_memory.fast.compiled import compiled
+from elastic_memory.fast.wavefront import Wavefront, supports
+from elastic_memory.memory import ParallelMemory
+from elastic_memory.model.backbone import MemoryBackbone
+from elastic_memory.model.layer import MemoryLayer
+from elastic_memory.model.loss import next_token_loss, summed_loss
 
-GRAPHS = 64  # of one function in a process; torch itself stops at 8, with an error
 
-
-def compiled(function: Callable, **options: Any) -> Callable:
-    """`function`, compiled for each shape that comes, up to a limit; beyond it, as it is."""
-    fast = torch.compile(function, **options)
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fast(*args, **kwargs)
-        except FailOnRecompileLimitHit:  # before anything was computed
-            pass
-        try:
-            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
-                return fast(*args, **kwargs)
-        except FailOnRecompileLimitHit:
-            warnings.warn(
-                f"{function.__name__} was compiled for {GRAPHS} kinds of input, and runs uncompiled on others: "
-                "fewer numbers of rows and tokens would be faster",
-                stacklevel=2,
-            )
-            return function(*args, **kwargs)
-
-    return run
+def compile_blocks(model: Any, **options: Any) -> None:
+    """Compile each layer, the last norm, the loss, and what a static cache runs for one token."""
+    # A decoding step has any number of rows, and is captured by the decoder: no mode that captures it again.
+    steps = {"dynamic": None} | {name: value for name, value in options.items() if name != "mode"}
+    options = {"fullgraph": True, "dynamic": False} | options
+    backbone = model.base_model
+    vars(backbone).pop("run_layers", None)  # of an earlier call, when layers may have been others
+    # Bound to the instance after compilation, so that a copy of the model has its own.
+    if supports(backbone.layers):
+        backbone.run_layers = MethodType(Wavefront(backbone.layers[0], **options), backbone)
+    for layer in backbone.layers:
+        # Where there is a loop over blocks, its body once instead of all its rounds in one long graph.
+        name = "blocks" if isinstance(layer.memory, ParallelMemory) else "one_block"
+        setattr(layer, name, MethodType(compiled(getattr(MemoryLayer, name), **options), layer))
+        for function in (decoder.before_attention, decoder.after_attention):
+            setattr(layer, function.__name__, MethodType(compiled(function, **steps), layer))
+    backbone.last_norm = MethodType(compiled(MemoryBackbone.last_norm, **options), backbone)
+    model._loss = partial(next_token_loss, summed=compiled(summed_loss, **options))

@@ -1,7 +1,7 @@
 """A training step's forward and backward pass as one CUDA graph, recorded once and replayed with new samples.
 
-A mechanism that goes block by block launches tens of thousands of small kernels a step, which Python cannot do as fast
-as a GPU runs them. Replayed, they follow each other without waiting.
+A sequential memory launches tens of thousands of small kernels per step, more than Python can issue in the time that a
+GPU needs to run them. A replayed graph has no launch overhead.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,25 +9,26 @@ from typing import Any
 
 import torch
 
+from elastic_memory.memory import ParallelMemory
 from elastic_memory.shapes import Float, Tensor
 
 
 def gains(model: Any) -> bool:
-    """Whether to capture a model's steps: compiled and on a GPU, and some memory goes block by block.
+    """Whether to capture a model's steps: it is compiled, on a GPU, and some memory is sequential.
 
-    Others keep a GPU busy as they are. Recomputation asks for the state of a random generator, which no graph knows.
+    Others keep a GPU busy without. Gradient checkpointing reads the random generator's state, which a capture forbids.
     """
     if not (getattr(model, "compiled", False) and model.device.type == "cuda") or model.is_gradient_checkpointing:
         return False
-    return not all(memory.parallel for memory in model.memories.values())
+    return not all(isinstance(memory, ParallelMemory) for memory in model.memories.values())
 
 
 class Captured:
     """`step`, which takes tensors by name, adds to the gradients of `parameters` and returns a loss.
 
-    Its first call runs as it is, which compiles and plans what a capture must find ready; the second is captured; all
-    further ones are replays. Inputs of other shapes begin anew. What the step reads must outlive it: weights do, and a
-    compiled model holds the operators of its memories.
+    Its first call runs eagerly, which compiles what a capture must find ready; the second is captured; all further ones
+    are replays. Inputs of other shapes start again. What the step reads must outlive it: weights do, and a compiled
+    model holds the operators of its memories.
     """
 
     known: Any  # shapes of the inputs it has seen
@@ -42,13 +43,13 @@ class Captured:
         self.release()
 
     def __call__(self, **inputs: Tensor) -> Float[Tensor, ""]:
-        """The step with these inputs; the loss is a tensor of its own."""
+        """Run the step with these inputs; the loss returned is not overwritten by the next call."""
         shapes = {name: (x.shape, x.dtype) for name, x in inputs.items()}
         if self.known != shapes:
             self.release()
             self.known = shapes
             loss = self.step(**inputs)
-            # Those that a step does not reach stay without: an optimizer leaves them alone, zeros it would not.
+            # Parameters without a gradient keep none: an optimizer skips these, and would decay those with zeros.
             self.parameters = [parameter for parameter in self.all if parameter.grad is not None]
             return loss
         if self.graph is None:
@@ -60,7 +61,7 @@ class Captured:
         return self.loss.clone()
 
     def release(self) -> None:
-        """Let go of the graph and its memory; the next call begins anew."""
+        """Free the graph and its memory; the next call starts again."""
         self.known = self.graph = self.loss = None
         self.inputs, self.gradients = {}, []
 
@@ -76,7 +77,7 @@ class Captured:
             self.graph = graph
 
     def _attach(self) -> None:
-        """Gradients stay where they were when the step was captured; those dropped since then begin at zero."""
+        """Gradients live where they were at capture; those set to None since then start at zero."""
         dropped = [(p, own) for p, own in zip(self.parameters, self.gradients, strict=True) if p.grad is not own]
         if dropped:
             torch._foreach_zero_([own for _, own in dropped])

@@ -1,49 +1,49 @@
-"""Decoding at full speed: one token of each row on buffers that never move, as a CUDA graph where there is a GPU.
+"""Decoding for static caches: one token of each row on buffers at fixed addresses, on a GPU as a CUDA graph.
 
-Inside a block nothing changes but tensors: the token, its position, one more column of keys and values. So a step is
-captured once and replayed; when blocks close, rows are reordered or tokens taken back, the buffers are filled anew.
+Inside a block only tensors change: the token, its position, one more column of keys and values. So a step is captured
+once and replayed; when blocks close, rows are reordered or tokens are rolled back, the buffers are filled again.
 
-Layers that are plain Llama but for columns of memory run on five kernels of our own (`kernels/decoding.py`), which look
-only at what a row sees; others on `MemoryLayer.decode`, which looks at a stretch of the block under a mask.
+Layers that are plain Llama except for memory columns run on five Triton kernels (`kernels/decoding.py`), which read
+only what a row sees; others on `_decode_layer`, which reads part of the block under a mask.
 """
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from elastic_memory.attention import rotate
 from elastic_memory.fast.kernels import triton_runs_on
-from elastic_memory.memory import Memory
-from elastic_memory.shapes import Float, Int, Tensor
-from elastic_memory.streaming.layer_cache import column_mask
+from elastic_memory.memory import Reading
+from elastic_memory.memory.contract import Heads
+from elastic_memory.shapes import Bool, Float, Int, Tensor
+from elastic_memory.streaming.layer_cache import LayerCache, column_mask
 
-if TYPE_CHECKING:
-    from elastic_memory.streaming.cache import MemoryCache
-
-
-# With a mask, a step looks at a whole number of such stretches of the block, as many as its rows have begun: looking at
-# the empty rest of a block would double what a step reads. One graph for each number.
+# With a mask, a step reads a multiple of so many columns of the block: reading the empty rest of a block would double
+# the traffic. One graph for each multiple.
 STRETCH = 256
 
-SHARED_MEMORY = 160 * 2**10  # bytes that a program of our kernels may take
+SHARED_MEMORY = 160 * 2**10  # bytes that one program of the kernels may need
 
 
 @lru_cache
 def _side_stream(device: torch.device) -> Any:
-    """One for all decoders: cuBLAS keeps 32 MiB for every stream it ever saw."""
+    """One CUDA stream for all decoders: cuBLAS keeps 32 MiB for every stream it has seen."""
     return torch.cuda.Stream(device)
 
 
 class Decoder:
-    """A captured step of `backbone` on the open blocks of `cache`."""
+    """A captured step of `backbone` on the open blocks of a cache, whose layers' parts are `streams`."""
 
-    def __init__(self, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"]):
-        if cache.locality.kind == "full":
+    def __init__(self, backbone: Any, streams: list[LayerCache], ids: Int[Tensor, "batch 1"]):
+        locality = backbone.layers[0].locality
+        if locality.kind == "full":
             raise ValueError("a static cache needs blocks; local_attention='full' has none")
-        self.backbone, self.streams, self.size = backbone, cache.streams, cache.block_size
-        self.window = cache.block_size if cache.locality.sliding else None
+        self.backbone, self.streams, self.size = backbone, streams, locality.block_size
+        self.window = self.size if locality.sliding else None
         self.ids = ids.clone()
         self.positions = torch.zeros_like(ids)
         self.tokens = ids.new_zeros(len(ids), self.size)
@@ -53,7 +53,7 @@ class Decoder:
         self.remembered = [self._remembered(stream) for stream in self.streams]
         self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
         self.readings = [stream.reading and tuple(part.clone() for part in stream.reading) for stream in self.streams]
-        self.shapes, self.settled = self._shapes(cache), self.conditions(backbone, cache)
+        self.shapes, self.settled = self._shapes(streams), self.conditions(backbone, streams)
         self.kernels = _kernels(ids.device)
         self.fused = [self.kernels is not None and _is_plain(layer, backbone) for layer in backbone.layers]
         stretch = self.size if all(self.fused) else STRETCH
@@ -62,12 +62,12 @@ class Decoder:
         self.pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # one for all, as they run in turns
 
     @classmethod
-    def fill(cls, backbone: Any, cache: "MemoryCache", ids: Int[Tensor, "batch 1"], old: Self | None) -> Self:
-        """A decoder that continues `cache`: the `old` one with new contents, if its shapes still fit."""
-        fits = old is not None and old.shapes == cls._shapes(cache) and old.settled == cls.conditions(backbone, cache)
-        decoder = old if old is not None and fits else cls(backbone, cache, ids)
-        decoder._take(cache)
-        return decoder
+    def fitting(cls, old: Self | None, backbone: Any, streams: list[LayerCache], ids: Int[Tensor, "batch 1"]) -> Self:
+        """A decoder for these layers' parts of a cache: the `old` one, if its shapes still fit."""
+        settled = cls.conditions(backbone, streams)
+        if old is not None and old.shapes == cls._shapes(streams) and old.settled == settled:
+            return old
+        return cls(backbone, streams, ids)
 
     def __call__(self, ids: Int[Tensor, "batch 1"], opened: int) -> Float[Tensor, "batch 1 width"]:
         """Hidden states of the next token of each row, the longest of which has `opened` tokens in its block."""
@@ -100,10 +100,10 @@ class Decoder:
                 mask = torch.zeros_like(visible, dtype=hidden.dtype).masked_fill_(~visible, -torch.inf)
                 shared[memory, before] = self.positions + stream.front, mask
             columns, mask = shared[memory, before]
-            visible = None if stream.memory.shares_softmax else self.remembered[index]
-            hidden = layer.decode(
-                hidden, shared["rope"], self.positions, columns, self.buffers[index], mask, self.readings[index],
-                visible,
+            outside = None if stream.memory.shares_softmax else self.remembered[index]
+            hidden = _decode_layer(
+                layer, hidden, shared["rope"], self.positions, columns, self.buffers[index], mask, self.readings[index],
+                outside,
             )  # fmt: skip
         self.positions.add_(1)
         if not all(self.fused):
@@ -112,7 +112,7 @@ class Decoder:
         return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
     def _fused(self, index: int, hidden: Float[Tensor, "batch 1 width"]) -> Float[Tensor, "batch 1 width"]:
-        """A layer by kernels of our own."""
+        """A layer by the Triton kernels."""
         kernels, layer = self.kernels, self.backbone.layers[index]
         stream, buffers = self.streams[index], self.buffers[index]
         attention, mlp, norm, second = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
@@ -128,9 +128,9 @@ class Decoder:
         return hidden
 
     def _capture(self, reach: int) -> None:
-        """Warm up on a stream of its own, as CUDA graphs ask, then record.
+        """Warm up on a side stream, as CUDA graphs require, then record.
 
-        What the warm-up writes, the step writes again: the same into the same column, once its clock is set back.
+        The warm-up writes the same column that the step will write, and sets the position back.
         """
         side = _side_stream(self.ids.device)
         side.wait_stream(torch.cuda.current_stream())
@@ -139,27 +139,27 @@ class Decoder:
             self.positions.sub_(1)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=side):  # torch's own may be of another GPU
+        with torch.cuda.graph(graph, pool=self.pool, stream=side):  # torch's default stream may belong to another GPU
             hidden = self._step(reach)
         self.graphs[reach] = graph, hidden
 
-    def _take(self, cache: "MemoryCache") -> None:
-        """Copy what the cache holds into the buffers, and let the cache hold the buffers."""
-        self.streams, cache.decoding = cache.streams, True
-        self.positions.copy_(torch.tensor(cache.opened)[:, None])
-        self.begun.copy_(torch.tensor(cache.seen)[:, None] > 0)
-        if cache.tokens is not None:
-            width = min(cache.tokens.shape[1], self.size)
-            self.tokens[:, :width].copy_(cache.tokens[:, :width])
-        if cache.tokens is not None or not any(cache.opened):  # what was fed as embeddings has no ids
-            cache.tokens = self.tokens
-        for index, stream in enumerate(cache.streams):
+    def take(
+        self, streams: list[LayerCache], seen: list[int], opened: list[int], tokens: Int[Tensor, "batch token"] | None
+    ) -> Int[Tensor, "batch token"] | None:
+        """Copy what a cache holds into the buffers, and let its layers hold the buffers; the one for its `tokens`."""
+        self.streams = streams
+        self.positions.copy_(torch.tensor(opened)[:, None])
+        self.begun.copy_(torch.tensor(seen)[:, None] > 0)
+        for index, stream in enumerate(streams):
             stream.move(self.buffers[index])
             self.counts[index].copy_(torch.tensor(stream.counts)[:, None])
             self.remembered[index].copy_(self._remembered(stream))
-            if stream.reading:
-                for ours, theirs in zip(self.readings[index], stream.reading, strict=True):
-                    ours.copy_(theirs)
+            for ours, theirs in zip(self.readings[index] or (), stream.reading or (), strict=True):
+                ours.copy_(theirs)
+        if tokens is not None:
+            width = min(tokens.shape[1], self.size)
+            self.tokens[:, :width].copy_(tokens[:, :width])
+        return self.tokens if tokens is not None or not any(opened) else None  # embeddings have no ids
 
     def tensors(self) -> list[Tensor]:
         """What it holds in proportion to the block and the memory."""
@@ -173,23 +173,68 @@ class Decoder:
         return torch.arange(columns, device=self.ids.device) < counts[:, None]
 
     @staticmethod
-    def conditions(backbone: Any, cache: "MemoryCache") -> list[Any]:
+    def conditions(backbone: Any, streams: list[LayerCache]) -> list[Any]:
         """What a captured step depends on besides the cache: weights, precision, and how memories are read."""
         weight = backbone.embed_tokens.weight
         autocast = torch.is_autocast_enabled(weight.device.type) and torch.get_autocast_dtype(weight.device.type)
-        return [weight.data_ptr(), weight.dtype, autocast, *[memory.retrieval for memory in cache.memories]]
+        return [weight.data_ptr(), weight.dtype, autocast, *[stream.memory.retrieval for stream in streams]]
 
     @staticmethod
-    def _shapes(cache: "MemoryCache") -> list[Any]:
+    def _shapes(streams: list[LayerCache]) -> list[Any]:
         """What it depends on in the cache."""
-        return [
-            (len(stream.counts), stream.front, [part.shape for part in stream.reading or ()])
-            for stream in cache.streams
-        ]
+        return [(len(stream.counts), stream.front, [part.shape for part in stream.reading or ()]) for stream in streams]
+
+
+def _decode_layer(
+    layer: Any,
+    hidden: Float[Tensor, "batch 1 width"],
+    rope: tuple[Tensor, Tensor],
+    positions: Int[Tensor, "batch 1"],
+    columns: Int[Tensor, "batch 1"],
+    buffers: dict[str, Tensor],
+    mask: Float[Tensor, "batch 1 1 column"],
+    reading: Reading | None,
+    visible: Bool[Tensor, "batch column"] | None,
+) -> Float[Tensor, "batch 1 width"]:
+    """One token of each row, on buffers with room for a whole block: tensors in, tensors out, no Python state.
+
+    `columns` are the rows' positions behind the front; `mask` is added to attention's scores.
+    """
+    before, after = _compiled(layer, before_attention), _compiled(layer, after_attention)
+    query, key, value, rotated, rotated_key = before(hidden, rope)
+    for name, new, place in (("key", rotated_key, columns), ("value", value, columns), ("raw", key, positions)):
+        if name in buffers:
+            buffers[name].scatter_(2, place[:, None, :, None].expand_as(new), new.to(buffers[name].dtype))
+    known, held = (buffers[name][:, :, : mask.shape[-1]] for name in ("key", "value"))
+    output = after(hidden, layer.self_attn.mix(query, rotated, known, held, reading, mask, visible))
+    if "output" in buffers:
+        kept = output.to(buffers["output"].dtype)
+        buffers["output"].scatter_(1, positions[:, :, None].expand_as(kept), kept)
+    return output
+
+
+def _compiled(layer: Any, function: Callable) -> Callable:
+    """`function` of this layer, compiled if `compile_blocks` was called."""
+    return vars(layer).get(function.__name__, partial(function, layer))
+
+
+def before_attention(
+    layer: Any, hidden: Float[Tensor, "batch 1 width"], rope: tuple[Tensor, Tensor]
+) -> tuple[Heads, Heads, Heads, Heads, Heads]:
+    """Query, key and value of a token to decode, and query and key rotated; `compile_blocks` compiles it."""
+    query, key, value = layer.self_attn.project(layer.input_layernorm(hidden))
+    rotated, rotated_key = (rotate(x, *rope).to(x.dtype) for x in (query, key))
+    return query, key, value, rotated, rotated_key
+
+
+def after_attention(layer: Any, hidden: Float[Tensor, "batch 1 width"], mixed: Heads) -> Float[Tensor, "batch 1 width"]:
+    """What follows on a decoded token's attention; `compile_blocks` compiles it."""
+    result: Tensor = layer.finish(hidden, mixed)
+    return result
 
 
 def _kernels(device: torch.device) -> Any:
-    """The kernels of our own, where they run; their largest tiles do not fit consumer cards."""
+    """The Triton kernels, where they run; their largest tiles do not fit consumer cards."""
     if not triton_runs_on(device):
         return None
     if getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) < SHARED_MEMORY:
@@ -200,9 +245,9 @@ def _kernels(device: torch.device) -> Any:
 
 
 def _is_plain(layer: Any, backbone: Any) -> bool:
-    """Whether our kernels compute this layer: Llama's parts in one precision, and a memory of further columns at most.
+    """Whether the kernels compute this layer: Llama's parts in one precision, and memory only as further columns.
 
-    Not in float16: what they multiply is not normalised yet, and might be beyond its range.
+    Not in float16: products are taken before the norm is applied, and might overflow.
     """
     attention, mlp, memory = layer.self_attn, layer.mlp, layer.memory
     norms = (layer.input_layernorm, layer.post_attention_layernorm, backbone.norm)
@@ -223,5 +268,5 @@ def _is_plain(layer: Any, backbone: Any) -> bool:
         and isinstance(mlp.act_fn, (nn.SiLU, type(ACT2FN["silu"])))
         and not hasattr(attention, "q_norm")
         and (memory.shares_softmax or not memory.start(1, "meta"))
-        and type(memory).prepare is Memory.prepare
+        and memory.prepare is None
     )

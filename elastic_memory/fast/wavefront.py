@@ -1,9 +1,9 @@
-"""Layers whose memories go block by block, several of them at once.
+"""Layers of sequential memories as a wavefront: several layers at once, each at another block.
 
-A block waits for itself in the layer before, and for the block before it in the same layer. So the blocks on a diagonal
-of layers and blocks wait for nobody, and go together: as rows of one batch, each with the weights of its own layer.
-Instead of one block's tokens at a time, a GPU gets as many as it needs to be busy. Layers that have done all blocks
-leave their places to the next ones, so that nearly all groups are equally large.
+A block depends on itself in the layer below and on the block before it in the same layer. So the blocks on a diagonal
+of layers and blocks do not depend on each other, and run as rows of one batch, each with the weights of its own layer.
+One block's tokens would leave a GPU idle. A layer that has done all blocks is replaced by the next one, so that nearly
+all groups have the same size.
 """
 
 import copy
@@ -16,88 +16,99 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import _has_any_global_hook
 
-from elastic_memory.fast.compile import compiled
-from elastic_memory.memory import State
-from elastic_memory.model.layer import HOOKS, MemoryLayer
+from elastic_memory.fast.compiled import compiled
+from elastic_memory.memory import State, SummaryTokenMemory
+from elastic_memory.model.backbone import MemoryBackbone
+from elastic_memory.model.hooks import has_hooks
+from elastic_memory.model.layer import MemoryLayer
 from elastic_memory.model.rope import Rope
 from elastic_memory.shapes import Float, Tensor
 
-TOKENS = 49152  # of all layers that go together, to keep a large GPU busy
+TOKENS = 49152  # of all layers in a group: enough to keep a large GPU busy
 
 MEMORY = "self_attn.memory."
 BEFORE, BETWEEN = "input_layernorm.weight", "post_attention_layernorm.weight"
-# Projections, and the norms whose results they take.
+# Projections, and the norms before them.
 PROJECTIONS = {f"self_attn.{name}_proj.weight": BEFORE for name in "qkv"} | {"self_attn.o_proj.weight": None}
 PROJECTIONS |= {"mlp.gate_proj.weight": BETWEEN, "mlp.up_proj.weight": BETWEEN, "mlp.down_proj.weight": None}
 
 
 class Wavefront:
-    """Whole samples through layers that `suit`; `fits` says whether these layers do now."""
+    """Runs whole samples through the layers of a backbone: all at once if it `fits`, else one after the other."""
 
     def __init__(self, layer: MemoryLayer, **options: Any):
         self.shapes, self.template = _shapes(layer), _Template(layer)
-        self.run, self.add, self.join = (compiled(function, **options) for function in (_together, _add, _join))
+        self.run, self.add, self.join = (compiled(function, **options) for function in (_run_group, _add, _join))
 
     def fits(self, layers: Sequence[MemoryLayer], hidden: Float[Tensor, "batch token width"]) -> bool:
-        """Whether there is something to gain, and layers are still such as this was made for."""
+        """Whether a wavefront is faster for this batch, and the layers are still those it was built for."""
         (rows, length, _), size = hidden.shape, layers[0].locality.block_size
         gains = rows > 0 and length % size == 0 and length >= 3 * size and 2 * rows * size <= TOKENS
-        if not gains or hidden.is_meta or not suit(layers):
+        if not gains or hidden.is_meta or not supports(layers):
             return False
         return _shapes(layers[0]) == self.shapes and type(layers[0].memory) is type(self.template.layer.memory)
 
     def __call__(
-        self, layers: Sequence[MemoryLayer], hidden: Float[Tensor, "batch token width"], rope: Rope
+        self, backbone: Any, hidden: Float[Tensor, "batch token width"], rope: Rope
     ) -> Float[Tensor, "batch token width"]:
         """What leaves the last layer."""
+        if not self.fits(backbone.layers, hidden):
+            return MemoryBackbone.run_layers(backbone, hidden, rope)
+        return self.wave(backbone.layers, hidden, rope)
+
+    def wave(
+        self, layers: Sequence[MemoryLayer], hidden: Float[Tensor, "batch token width"], rope: Rope
+    ) -> Float[Tensor, "batch token width"]:
+        """Blocks of different layers as rows of one batch."""
         rows, memories = len(hidden), [layer.memory for layer in layers]
         stacks, shared = _stacks([dict(layer.named_parameters()) for layer in layers], hidden), _Shared(self.add)
-        blocks = [*_blocks(hidden, layers[0].locality.block_size)]  # each as far as it has come
+        blocks = [*_blocks(hidden, layers[0].locality.block_size)]  # each after the layers it has passed
         states = [memory.start(rows, hidden.device) for memory in memories]
         first = 0 if memories[0].reads_start else 1
-        if first:  # block 0 reads nothing, so it waits for nobody and is of another shape
+        if first:  # block 0 reads nothing: another graph, and all layers in sequence
             for index, layer in enumerate(layers):
                 output, state = layer.one_block(blocks[0], rope, states[index], 0, False, True)
-                blocks[0], states[index] = _own(output), memories[index].cut(state, 1)
-        many = together(len(layers), blocks[0][..., 0].numel())
+                blocks[0], states[index] = _contiguous_copy(output), memories[index].cut(state, 1)
+        many = group_size(len(layers), blocks[0][..., 0].numel())
         for turns in _schedule(len(layers), range(first, len(blocks)), many):
             for group in _pieces(list(turns), many):
                 own, turn = slice(group[0], group[-1] + 1), [turns[index] for index in group]
                 taken = [blocks[block] for block in turn]
                 output, written = self.run(self.template, shared.take(stacks, own), taken, rope, states[own])
-                # Apart again here: a compiled graph would hand out each gradient as large as all.
-                outputs = _Apart.apply(self.join, rows, output)
+                # Split outside the compiled graph, which would return each gradient as large as all of them.
+                outputs = _SplitRows.apply(self.join, rows, output)
                 parts = zip(*(part.split(rows) for part in written), strict=True)
                 for index, block, own_output, state in zip(group, turn, outputs, parts, strict=True):
                     blocks[block], states[index] = own_output, memories[index].cut(state, block + 1)
         return _Whole.apply(*blocks)
 
 
-def together(layers: int, tokens: int) -> int:
-    """How many of some layers go together, blocks of all rows having so many tokens: all groups about as large."""
+def group_size(layers: int, tokens: int) -> int:
+    """How many of the layers run together if a block of all rows has so many tokens; groups of about equal size."""
     groups = -(-layers // max(TOKENS // tokens, 1))
     return -(-layers // groups)
 
 
 def _schedule(layers: int, blocks: range, many: int) -> Iterator[dict[int, int]]:
-    """The blocks that neighbouring layers, `many` of them, take at the same time: each waits for those before it."""
-    period = max(len(blocks), many)  # after which the next layers begin
+    """Steps of the wavefront: which block each of `many` neighbouring layers takes, as {layer: block}."""
+    period = max(len(blocks), many)  # after which the next layers start
     starts = [index // many * period + index % many for index in range(layers)]
     for step in range(starts[-1] + len(blocks)):
         yield {index: blocks[step - start] for index, start in enumerate(starts) if 0 <= step - start < len(blocks)}
 
 
-def suit(layers: Sequence[MemoryLayer]) -> bool:
-    """Whether layers wait for blocks, are alike, of the parts that are known here, and nobody needs them one by one."""
+def supports(layers: Sequence[MemoryLayer]) -> bool:
+    """Whether these are identical layers of sequential memories, of supported parts, without hooks."""
     memory, shapes = layers[0].memory, _shapes(layers[0])
     known = {name for name in shapes if not name.startswith(MEMORY)} == {*PROJECTIONS, BEFORE, BETWEEN}
-    if memory.parallel or not memory.by_row or not known or len(layers) < 2 or _has_any_global_hook():
+    by_row = isinstance(memory, SummaryTokenMemory) and memory.per_row_parameters
+    if not by_row or not known or len(layers) < 2 or _has_any_global_hook():
         return False
     return all(_plain(layer) and type(layer.memory) is type(memory) and _shapes(layer) == shapes for layer in layers)
 
 
 def _plain(layer: MemoryLayer) -> bool:
-    """Whether a layer does what its class says, and nobody looks into it or recomputes it."""
+    """Whether a layer is an unmodified `MemoryLayer` of supported parts: no probe, hooks or gradient checkpointing."""
     if type(layer) is not MemoryLayer or layer.self_attn.corrupt is not None:
         return False
     if layer.gradient_checkpointing and layer.training:
@@ -106,7 +117,7 @@ def _plain(layer: MemoryLayer) -> bool:
         return False
     if not all(_scales(type(norm)) for norm in (layer.input_layernorm, layer.post_attention_layernorm)):
         return False
-    return not any("forward" in vars(part) or any(getattr(part, name) for name in HOOKS) for part in layer.modules())
+    return not any("forward" in vars(part) or has_hooks(part) for part in layer.modules())
 
 
 @lru_cache
@@ -120,15 +131,15 @@ def _scales(kind: type[nn.Module]) -> bool:
             once = norm(x)
             norm.weight.fill_(3)
             thrice = norm(x)
-    except Exception:  # made in another way: not one that is known here
+    except Exception:  # another constructor: not a supported norm
         return False
     return torch.allclose(thrice, 3 * once)
 
 
 def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]:
-    """Weights of all layers, once for all groups; projections as precise as products will be.
+    """Weights of all layers stacked, once for all groups; projections in the precision of products.
 
-    What a norm multiplies by, a projection may as well: products of weights instead of tokens, of which there are more.
+    A norm's weight is multiplied into the projections behind it: fewer products than with all tokens.
     """
     device, dtype = like.device.type, weights[0][BEFORE].dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
@@ -141,7 +152,7 @@ def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]
 
 
 class _Shared:
-    """Sums of the gradients of stacks that groups take slices of. They go on when all have come."""
+    """Sums the gradients of stacked weights over the groups that use slices of them; passed on when all are there."""
 
     def __init__(self, accumulate: Callable[[list[Tensor], list[Tensor]], None]) -> None:
         self.accumulate = accumulate
@@ -150,13 +161,13 @@ class _Shared:
         self.sums: dict[int, Tensor] = {}
 
     def take(self, stacks: dict[str, Float[Tensor, "layer ..."]], own: slice) -> dict[str, Tensor]:
-        """Some layers of all stacks."""
+        """The slices of some layers."""
         self.taken += 1
         return dict(zip(stacks, _Slices.apply(self, self.taken, own, *stacks.values()), strict=True))
 
     def add(self, number: int, own: slice, shapes: list[torch.Size], gradients: Sequence[Any]) -> list[Tensor | None]:
-        """The sums, if these were the last of them. What goes on is as precise as stacks are, sums are more so."""
-        if number in self.come:  # again, after a pass that was not finished
+        """Add gradients of one group, in float32 at least; the sums, if it was the last group."""
+        if number in self.come:  # a second backward pass, after one that failed
             self.come, self.sums = set(), {}
         self.come.add(number)
         given = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
@@ -173,7 +184,7 @@ class _Shared:
 
 
 class _Slices(torch.autograd.Function):
-    """Some layers of all stacks. Autograd itself would add up gradients as large as the stacks, zeros elsewhere."""
+    """Slices of stacked weights. Autograd itself would sum gradients as large as the stacks, mostly zeros."""
 
     @staticmethod
     def forward(ctx: Any, shared: _Shared, number: int, own: slice, *stacks: Tensor) -> tuple[Tensor, ...]:
@@ -196,12 +207,12 @@ def _add(sums: list[Tensor], gradients: list[Tensor]) -> None:
 
 
 def _blocks(x: Float[Tensor, "batch token width"], size: int) -> tuple[Float[Tensor, "batch size width"], ...]:
-    """All of one layout, whatever the length of the sample, as each layout would be compiled."""
-    return _own(x.unflatten(1, (-1, size)).transpose(0, 1)).unbind()
+    """Blocks in one memory layout whatever the sample's length: each layout would need a graph of its own."""
+    return _contiguous_copy(x.unflatten(1, (-1, size)).transpose(0, 1)).unbind()
 
 
 class _Whole(torch.autograd.Function):
-    """Blocks one after the other. Their gradients are blocks as well, not parts of a sample's."""
+    """Concatenates blocks. Their gradients are laid out as blocks, too."""
 
     @staticmethod
     def forward(ctx: Any, *blocks: Tensor) -> Tensor:
@@ -213,8 +224,8 @@ class _Whole(torch.autograd.Function):
         return _blocks(gradient, ctx.size)
 
 
-class _Apart(torch.autograd.Function):
-    """Rows of each layer for themselves. Gradients that come as parts of larger ones are joined by one kernel."""
+class _SplitRows(torch.autograd.Function):
+    """Splits the rows of a group by layer. The gradients are concatenated by one compiled kernel."""
 
     @staticmethod
     def forward(ctx: Any, join: Callable[[list[Tensor]], Tensor], rows: int, x: Tensor) -> tuple[Tensor, ...]:
@@ -231,7 +242,7 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 
 class _Template(nn.Module):
-    """A layer whose weights are given with every call, those of several layers at once."""
+    """A layer that takes its weights as arguments, those of several layers at once."""
 
     def __init__(self, layer: MemoryLayer):
         super().__init__()
@@ -246,21 +257,21 @@ class _Template(nn.Module):
 
 
 class _Projection(nn.Module):
-    """Rows of several layers, each by the weight of its own layer."""
+    """Multiplies the rows of several layers, each by the weight of its own layer."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__()
         self.weight = weight
 
     def forward(self, x: Float[Tensor, "row token width"]) -> Float[Tensor, "row token out"]:
-        # In two steps there and back: of one, that splits and merges, a compiler may not see that nothing moves.
+        # Split and merged in two steps each: of one combined step, the compiler does not see that nothing is copied.
         by_layer = x.unflatten(0, (len(self.weight), -1)).to(self.weight.dtype)
         product = _Product.apply(by_layer.flatten(1, 2), self.weight)
         return product.unflatten(1, by_layer.shape[1:3]).flatten(0, 1)
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, layer by layer. The gradient of weights comes as they lie in memory; autograd would have it transposed."""
+    """x W^T by layer. The gradient of the weights has their memory layout; autograd's would be transposed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -273,32 +284,32 @@ class _Product(torch.autograd.Function):
         return torch.bmm(gradient, weight), torch.bmm(gradient.mT, x)
 
 
-def _together(
+def _run_group(
     template: _Template,
     stacks: dict[str, Tensor],
     blocks: list[Tensor],
     rope: Rope,
     states: list[State],
 ) -> tuple[Tensor, State]:
-    """A block in each of some layers, as rows of one batch: outputs, and states after it."""
+    """One block in each of some layers, as rows of one batch: outputs, and the states after it."""
     rows, one = len(blocks[0]), blocks[0].new_ones(())
-    # Weights of a memory for each row: whatever uses them then need not know of layers.
+    # Memory parameters repeated for each row, so that the memory need not know of layers.
     by_row = {name: own.repeat_interleave(rows, dim=0) for name, own in stacks.items() if name.startswith(MEMORY)}
     given = stacks | by_row | {BEFORE: one, BETWEEN: one}
     given = {f"layer.{name}": weight for name, weight in given.items()}
     state = tuple(torch.cat(parts) for parts in zip(*states, strict=True))
-    # A last block writes too, to no purpose: it is then the same function as all others.
+    # The last block writes too, although nobody reads it: one graph for all blocks.
     output, state = functional_call(template, given, (torch.cat(blocks), rope, state, 0, True, True))
-    return _own(output), state
+    return _contiguous_copy(output), state
 
 
-def _own(x: Tensor) -> Tensor:
-    """In memory of its own; `contiguous` would leave the strides of a single row as they are."""
+def _contiguous_copy(x: Tensor) -> Tensor:
+    """A contiguous copy; `contiguous` would keep the strides of a single row."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _pieces(items: list[int], most: int) -> Iterator[list[int]]:
-    """Neighbours: `most` of them, or 1, 2, 4, ..., so that few numbers have to be compiled."""
+    """Groups of neighbours: `most` of them, or 1, 2, 4, ..., so that few sizes have to be compiled."""
     while items:
         count = most if len(items) >= most else 1 << (len(items).bit_length() - 1)
         yield items[:count]

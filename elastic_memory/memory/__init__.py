@@ -1,6 +1,16 @@
-"""One mechanism per file; listing it here is all it takes to train, stream, test, count and tabulate it."""
+"""One mechanism per file. A mechanism listed in MEMORIES is trained, streamed, tested, counted and tabulated."""
 
-from elastic_memory.memory.contract import Block, Floats, Geometry, Host, Memory, Reading, State
+from elastic_memory.memory.contract import (
+    Block,
+    Geometry,
+    Host,
+    Memory,
+    MemoryInfo,
+    ParallelMemory,
+    Reading,
+    State,
+    SummaryTokenMemory,
+)
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.infini import InfiniMemory
 from elastic_memory.memory.melodi import MelodiMemory
@@ -19,4 +29,7 @@ MEMORIES: dict[str, type[Memory]] = {
     "recent": RecentMemory,
 }
 
-__all__ = ["MEMORIES", "Block", "Floats", "Geometry", "Host", "Memory", "Reading", "State"]
+__all__ = [
+    "MEMORIES", "Block", "Geometry", "Host", "Memory", "MemoryInfo", "ParallelMemory", "Reading", "State",
+    "SummaryTokenMemory",
+]  # fmt: skip

@@ -1,27 +1,36 @@
 """What a memory is.
 
 A sample is read in blocks. Before a block, `read` turns the state left by all earlier blocks into a *reading*, which
-the block's queries use; after it, `write` folds the block into the state. State and reading are values, tuples of
-tensors whose first axis is the row of the batch: passed in, returned, never kept on `self`. Block 0 has no reading,
-unless a mechanism wants to look at its empty state.
+the block's queries use; after it, `write` adds the block to the state. State and reading are values, tuples of tensors
+whose first axis is the row of the batch: passed in, returned, never kept on `self`. Block 0 has no reading, unless the
+mechanism `reads_start`.
 
-A mechanism is one subclass in one file. It never sees masks, padding or positions in the sample: rows with clocks of
-their own, streaming, caches and gradient checkpointing are the caller's work.
+A mechanism is one subclass in one file: `start`, `read`, `write`, and `mix` if its reading is not attended with the
+block (`shares_softmax`). It never sees masks, padding or positions in the sample: rows that are at different tokens,
+streaming, caches and gradient checkpointing are the caller's work. Two kinds of memory have a subclass of their own:
+
+    ParallelMemory        the state depends on keys and values only: all blocks of a sample are read at once
+    SummaryTokenMemory    the state is made of tokens that go through the layer with each block
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from inspect import signature
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
 
+from elastic_memory.common.names import suggest
+from elastic_memory.memory.tools import group_by_size
 from elastic_memory.shapes import Bool, Float, Tensor
 
 State = tuple[Tensor, ...]
 Reading = tuple[Tensor, ...]
+Heads = Float[Tensor, "batch head token dim"]
+Blocks = Float[Tensor, "batch block head token dim"]
+
+RENAMED = {"road": "algorithm"}  # options by their names of earlier versions
 
 
 @dataclass(frozen=True)
@@ -51,32 +60,44 @@ class Block(NamedTuple):
 
     key: Float[Tensor, "batch kv_head token dim"]  # before rotary positions
     value: Float[Tensor, "batch kv_head token dim"]
-    output: Float[Tensor, "batch token width"] | None = None  # what left the layer, if the memory has a `tail`
-    tail: Float[Tensor, "batch tail width"] | None = None  # what left it of the tail
+    output: Float[Tensor, "batch token width"] | None = None  # what left the layer, for summary-token memories
+    tail: Float[Tensor, "batch tail width"] | None = None  # what left it of the memory's `tail`
 
 
-class Floats(NamedTuple):
-    """Size of the state of one row in one layer."""
+def _at_two_thirds(layers: int) -> list[int]:
+    return [layers * 2 // 3]
 
-    carried: int
-    paper: int  # as the paper counts it
+
+def _as_large_as_infini(multiple: int, geometry: Geometry) -> int:
+    return multiple * geometry.head_dim * geometry.layers // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryInfo:
+    """What presets, catalogues and reports need to know of a mechanism; nothing here changes what it computes."""
+
+    source: str = ""
+    phrase: str = ""
+    # Layers of a model of so many that the paper gives it: the 9th of 12.
+    layers: Callable[[int], list[int]] = _at_two_thirds
+    # `order` at a multiple of the paper's memory size, which is Infini-Transformer's over the whole model.
+    order_at: Callable[[int, Geometry], int | None] = _as_large_as_infini
+    # Floats of a row's state as the paper counts them, from the sizes of its parts.
+    paper_floats: Callable[..., int] = lambda *parts: sum(parts)
 
 
 class Memory(nn.Module):
     """One mechanism in one layer."""
 
-    # Facts about the mechanism: for the layer that runs it, and for the catalogue.
-    source: ClassVar[str] = ""
-    phrase: ClassVar[str] = ""
-    reach: int | None = None  # tokens before a block that can influence it; None: the whole history
+    info: ClassVar[MemoryInfo] = MemoryInfo()
     shares_softmax: bool = False  # the reading is (key, value): further columns in the block's own softmax
-    parallel: ClassVar[bool] = True  # the state depends on keys and values only, so all blocks are read at once
-    by_row: ClassVar[bool] = False  # works as well if its parameters have an axis of rows in front
-    reads: ClassVar[bool] = True  # something, at some time
     reads_start: bool = False  # block 0 reads the empty state
-    front_size: int = 0  # tokens of `front`, for which positions are then computed once
-    no_sliding: str | None = None  # why `local_attention="sliding"` is undefined, where it is
-    no_join: str | None = "it does not say how"  # why states of parts do not give the state of the whole
+    reach: int | None = None  # tokens before a block that can influence it; None: the whole history
+    no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
+    no_join: str | None = "it does not say how"  # why the states of two parts do not give the state of the whole
+    retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
+    # (query, key) -> both as the layer and its memory use them, before rotary positions; None: as they are
+    prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, geometry: Geometry, *, detach_every: int | None = None):
         super().__init__()
@@ -84,35 +105,6 @@ class Memory(nn.Module):
             raise ValueError(f"detach_every={detach_every}: give a number of blocks from 1 on, or None for no cut")
         self.geometry = geometry
         self.detach_every = detach_every
-
-    @classmethod
-    def build(cls, geometry: Geometry, options: dict[str, Any]) -> Self:
-        """Construct the mechanism; an option that it does not have is an error that names those it has."""
-        known = [name for name in signature(cls.__init__).parameters if name not in ("self", "geometry")]
-        for name in options:
-            if not cls.has_option(name):
-                near = get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else "."
-                raise ValueError(f"{cls.__name__} has no option {name!r}{hint} It has: {', '.join(known) or 'none'}")
-        return cls(geometry, **options)
-
-    @classmethod
-    def has_option(cls, name: str) -> bool:
-        """Whether the mechanism takes this argument."""
-        return name in signature(cls.__init__).parameters
-
-    @classmethod
-    def layers(cls, count: int) -> list[int]:
-        """Where the paper puts it in a model of `count` layers: the 9th of 12."""
-        return [count * 2 // 3]
-
-    @classmethod
-    def order_at(cls, multiple: int, geometry: Geometry) -> int | None:
-        """`order` at a multiple of the paper's memory size, which is Infini-Transformer's over the whole model."""
-        return multiple * geometry.head_dim * geometry.layers // 2
-
-    def reset(self) -> None:
-        """Initialise the parameters, if there are any."""
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
         """The empty state, float32."""
@@ -129,51 +121,64 @@ class Memory(nn.Module):
         """The state after `block`, which begins at token `seen`."""
         raise NotImplementedError
 
-    def join(self, state: State, seen: int, other: State, other_seen: int) -> State:
-        """The state after two histories one after the other, each read from its beginning, of `seen` and `other_seen`
-        tokens; in the precision of the states. Optional: a mechanism that has it sets `no_join` to None.
-        """
-        raise ValueError(f"{type(self).__name__} cannot join two states: {self.no_join}")
-
-    def front(self, state: State) -> Float[Tensor, "batch front width"] | None:
-        """Tokens right before the next block, if keys and values of these are all there is to read.
-
-        With whole blocks they go through the layer, which costs less than to `read` them.
-        """
-        return None
-
-    def tail(self) -> Float[Tensor, "tail width"] | None:
-        """Tokens that go through the layer behind each block: they see it and each other, nobody sees them."""
-        return None
-
-    def prepare(
-        self, query: Float[Tensor, "batch head token dim"], key: Float[Tensor, "batch kv_head token dim"]
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and keys as the layer and its memory shall use them, before rotary positions."""
-        return query, key
-
     def mix(
-        self,
-        local: Float[Tensor, "batch head token dim"],
-        query: Float[Tensor, "batch head token dim"],
-        rotated: Float[Tensor, "batch head token dim"],
-        reading: Reading,
-        visible: Bool[Tensor, "batch column"] | None,
-    ) -> Float[Tensor, "batch head token dim"]:
+        self, local: Heads, query: Heads, rotated: Heads, reading: Reading, visible: Bool[Tensor, "batch column"] | None
+    ) -> Heads:
         """Combine the block's own attention with the reading (mechanisms that do not share its softmax).
 
         `visible` is given when rows have readings of different sizes; a row without any keeps `local`.
         """
         raise NotImplementedError
 
-    def mix_all(
-        self,
-        local: Float[Tensor, "batch block head token dim"],
-        query: Float[Tensor, "batch block head token dim"],
-        readings: Sequence[Reading],
-    ) -> Float[Tensor, "batch block head token dim"] | None:
-        """`mix` for all blocks of a sample at once, with the readings of `read_all`; None: `mix` is called instead."""
-        return None
+    # Optional from here on.
+
+    def reset(self) -> None:
+        """Initialise the parameters, if there are any."""
+
+    def join(self, state: State, seen: int, other: State, other_seen: int) -> State:
+        """The state after two histories one after the other, each read from its beginning, of `seen` and `other_seen`
+        tokens; in the precision of the states. A mechanism that has this sets `no_join` to None.
+        """
+        raise ValueError(f"{type(self).__name__} cannot join two states: {self.no_join}")
+
+    def set_retrieval(self, **changes: Any) -> None:
+        """Change how the state is read, at run time."""
+        raise ValueError(f"{type(self).__name__} has no retrieval to set: what it reads is settled when it is built")
+
+    def adapt(self, state: State) -> tuple[State, str | None]:
+        """Fit a state made under other retrieval settings to the present ones, and say what was done."""
+        return state, None
+
+    # For callers.
+
+    @classmethod
+    def build(cls, geometry: Geometry, options: dict[str, Any]) -> Self:
+        """Construct the mechanism; an option that it does not have is an error that names those it has."""
+        known = [name for name in signature(cls.__init__).parameters if name not in ("self", "geometry")]
+        for name in options:
+            if not cls.has_option(name):
+                hint = suggest(name, known)
+                if RENAMED.get(name) in known:
+                    hint = f"did you mean {RENAMED[name]!r}? It had this name in earlier versions"
+                raise ValueError(f"{cls.__name__} has no option {name!r}: {hint}")
+        return cls(geometry, **options)
+
+    @classmethod
+    def has_option(cls, name: str) -> bool:
+        """Whether the mechanism takes this argument."""
+        return name in signature(cls.__init__).parameters
+
+    def cut(self, state: State, block: int) -> State:
+        """The state that enters block number `block`, detached where `detach_every` says so."""
+        if self.detach_every and block % self.detach_every == 0:
+            return tuple(part.detach() for part in state)
+        return state
+
+
+class ParallelMemory(Memory):
+    """A memory whose state depends on keys and values only, so that all blocks of a sample are read at once."""
+
+    no_sliding: str | None = None
 
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
@@ -191,6 +196,16 @@ class Memory(nn.Module):
             readings.append(self.read(state, seen + size, host))
         return readings
 
+    def mix_all(self, local: Blocks, query: Blocks, rotated: Blocks, readings: Sequence[Reading]) -> Blocks:
+        """`mix` for all blocks of a sample, with the readings of `read_all`; readings of one size go together."""
+        parts = []
+        for first, last, reading in group_by_size(query.shape[1], readings):
+            own, raw, at_positions = (x[:, first:last].flatten(0, 1) for x in (local, query, rotated))
+            if reading:
+                own = self.mix(own, raw, at_positions, reading, None)
+            parts.append(own.unflatten(0, (-1, last - first)))
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
     def history(self, signal: Tensor, block: int) -> Tensor:
         """The tokens before block number `block`, detached as far as `detach_every` says."""
         size = self.geometry.block_size
@@ -198,82 +213,20 @@ class Memory(nn.Module):
         past, near = signal[:, :, :cut], signal[:, :, cut : block * size]
         return torch.cat((past.detach(), near), dim=2) if cut else near
 
-    def cut(self, state: State, block: int) -> State:
-        """The state that enters block number `block`, detached where `detach_every` says so."""
-        if self.detach_every and block % self.detach_every == 0:
-            return tuple(part.detach() for part in state)
-        return state
 
-    def set_retrieval(self, **changes: Any) -> None:
-        """Change how the state is read, at run time."""
-        raise ValueError(f"{type(self).__name__} has no retrieval to set: what it reads is settled when it is built")
+class SummaryTokenMemory(Memory):
+    """A memory of tokens that go through the layer with each block: its state depends on what leaves the layer."""
 
-    def adapt(self, state: State) -> tuple[State, str | None]:
-        """Fit a state made under other retrieval settings to the present ones, and say what was done."""
-        return state, None
+    front_size: int  # tokens of `front`
+    per_row_parameters: ClassVar[bool] = False  # `write` and `tail` also take parameters with an axis of rows in front
 
-    @property
-    def retrieval(self) -> Any:
-        """What readings depend on besides the state; when it changes, open readings are made anew."""
-        return None
+    def front(self, state: State) -> Float[Tensor, "batch front width"]:
+        """Tokens right before the next block, whose keys and values are what `read` returns.
 
-    @property
-    def floats(self) -> Floats:
-        """Size of the state per row."""
-        carried = sum(part.numel() for part in self.start(1, "meta"))
-        return Floats(carried, carried)
+        Sent through the layer together with a whole block, which costs less than to `read` them.
+        """
+        raise NotImplementedError
 
-    @property
-    def extra_parameters(self) -> int:
-        """Trainable parameters the mechanism adds to its layer."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
-    def gates(self) -> dict[str, Tensor]:
-        """What to log during training: the openness of each head's gate, where there is one."""
-        return {name: gate.detach().sigmoid() for name, gate in self.named_parameters() if name.endswith("gate")}
-
-
-def gated(
-    gate: Float[Tensor, " head"],
-    remembered: Float[Tensor, "batch head token dim"],
-    local: Float[Tensor, "batch head token dim"],
-    visible: Bool[Tensor, "batch column"] | None,
-) -> Float[Tensor, "batch head token dim"]:
-    """g remembered + (1 - g) local with g = sigmoid(gate), and `local` alone in rows that have no reading."""
-    openness = gate.sigmoid()[:, None, None]
-    mixed = (local + openness * (remembered - local)).to(local.dtype)
-    return mixed if visible is None else torch.where(visible.any(1)[:, None, None, None], mixed, local)
-
-
-def real_features(dim: int, stored: int, device: torch.device | None = None) -> Bool[Tensor, " stored"]:
-    """Which of a head's `stored` features are among its `dim` real ones: padding stands behind either half."""
-    half = torch.arange(stored // 2, device=device) < dim // 2
-    return torch.cat((half, half))
-
-
-def constant(number: int) -> int:
-    """A number on which a compiled graph may depend: dynamo makes a constant of what `range` takes."""
-    return len(range(number))
-
-
-def wide(x: Tensor) -> Tensor:
-    """In float32 at least, as states are."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def one_of(name: str, value: Any, names: Sequence[str]) -> Any:
-    """`value`, if it is one of `names`."""
-    if value not in names:
-        raise ValueError(f"{name}={value!r}: there are {', '.join(names)}")
-    return value
-
-
-def full_precision(function: Callable) -> Callable:
-    """Run a method without autocast: state is float32 whatever the activations are."""
-
-    def run(self: Memory, state: State, *args: Any) -> Any:
-        with torch.autocast(state[0].device.type if state else "cpu", enabled=False):
-            return function(self, state, *args)
-
-    run.__doc__ = function.__doc__
-    return run
+    def tail(self) -> Float[Tensor, "*row tail width"]:
+        """Tokens that go through the layer behind each block: they see it and each other, nobody sees them."""
+        raise NotImplementedError

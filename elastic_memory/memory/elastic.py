@@ -1,4 +1,4 @@
-"""Elastic Memory: all past keys and values as one polynomial, sampled where the reader likes (Algorithm 1)."""
+"""Elastic Memory: all past keys and values as one polynomial, read at sample points (Algorithm 1)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State, constant, full_precision
+from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.tools import full_precision, static
 from elastic_memory.operators import Bank, Direct, Recurrent
 from elastic_memory.shapes import Float, Tensor
 
@@ -18,11 +19,16 @@ class ElasticState(NamedTuple):
     value: Float[Tensor, "batch kv_head order dim"]
 
 
-class ElasticMemory(Memory):
-    """HiPPO-LegS compresses, polynomial sampling reads, the block's softmax does the rest. No parameters."""
+class ElasticMemory(ParallelMemory):
+    """HiPPO-LegS compresses, polynomial sampling reads, the block's softmax attends to both. No parameters.
 
-    source = "Towards Compressive and Scalable Recurrent Memory (arXiv 2602.11212)"
-    phrase = "the history as a polynomial, read at chosen moments"
+    `algorithm`: of training, direct or recurrent; None, the cheaper one.
+    """
+
+    info = MemoryInfo(
+        source="Towards Compressive and Scalable Recurrent Memory (arXiv 2602.11212)",
+        phrase="the history as a polynomial, read at chosen points",
+    )
     shares_softmax = True
     no_join = None
 
@@ -34,19 +40,14 @@ class ElasticMemory(Memory):
         points: int = 512,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
-        road: str | None = None,
+        algorithm: str | None = None,
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
-        if road not in (None, "direct", "recurrent"):
-            raise ValueError(f"road={road!r}: give 'direct', 'recurrent', or None for the cheaper of the two")
-        self.road = road
-        self.bank = Bank(order, points, sampling, tuple(sorted((sampling_options or {}).items())))
-
-    @property
-    def retrieval(self) -> Bank:
-        """Order, points and sampling."""
-        return self.bank
+        if algorithm not in (None, "direct", "recurrent"):
+            raise ValueError(f"algorithm={algorithm!r}: give 'direct', 'recurrent', or None for the cheaper of the two")
+        self.algorithm = algorithm
+        self.bank = self.retrieval = Bank(order, points, sampling, tuple(sorted((sampling_options or {}).items())))
 
     def set_retrieval(  # type: ignore[override]
         self,
@@ -59,7 +60,8 @@ class ElasticMemory(Memory):
         changes: dict[str, Any] = {"sampling": sampling, "points": points, "order": order}
         if sampling is not None or sampling_options is not None:
             changes["options"] = tuple(sorted((sampling_options or {}).items()))
-        self.bank = replace(self.bank, **{name: value for name, value in changes.items() if value is not None})
+        changes = {name: value for name, value in changes.items() if value is not None}
+        self.bank = self.retrieval = replace(self.bank, **changes)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> ElasticState:
         """All coefficients zero."""
@@ -93,28 +95,28 @@ class ElasticMemory(Memory):
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
-        """Readings of all blocks from raw keys and values, by the cheaper of two roads that agree to rounding."""
-        size = constant(self.geometry.block_size)
-        blocks = constant(-(-key.shape[2] // size))
+        """Readings of all blocks from raw keys and values, by the cheaper of two algorithms that agree to rounding."""
+        size = static(self.geometry.block_size)
+        blocks = static(-(-key.shape[2] // size))
         if blocks == 1:
             return []
-        # Tokens first, everything else a feature of its own signal: one plain product per block serves the whole batch.
+        # Tokens first, all else features: one matrix product per block for the whole batch.
         signal = torch.stack((key, value)).permute(3, 0, 1, 2, 4)
-        plan = _plan(*_fields(self.bank), size, blocks, str(key.device), signal.dtype, self.road)
-        road = self._direct if isinstance(plan, Direct) else self._recurrent
-        readings = road(plan, signal.flatten(1))
+        plan = _plan(*_fields(self.bank), size, blocks, str(key.device), signal.dtype, self.algorithm)
+        read = self._direct if isinstance(plan, Direct) else self._recurrent
+        readings = read(plan, signal.flatten(1))
         # [point, 2 * batch * head * dim] -> keys and values [batch, head, point, dim]
         return [tuple(one.unflatten(1, signal.shape[1:]).permute(1, 2, 3, 0, 4).unbind(0)) for one in readings]
 
     def _direct(self, plan: Direct, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
-        """W_i times the raw history: no state, and no block waits for another."""
-        size = constant(self.geometry.block_size)
+        """W_i times the raw history: no state, all blocks in parallel."""
+        size = static(self.geometry.block_size)
         return _Direct.apply(signal, size, self.detach_every, tuple(plan.weights)).unbind(0)
 
     def _recurrent(self, plan: Recurrent, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
-        """P and K block by block, in float32: errors of bf16 would add up from block to block."""
-        size = constant(self.geometry.block_size)
-        blocks = constant(-(-len(signal) // size)) - 1  # that are read
+        """P and K block by block, in float32: bf16 errors would accumulate over blocks."""
+        size = static(self.geometry.block_size)
+        blocks = static(-(-len(signal) // size)) - 1  # that are read
         with torch.autocast(signal.device.type, enabled=False):
             tokens = signal[: blocks * size].to(plan.projections.dtype).unflatten(0, (blocks, size))
             updates = (plan.projections @ tokens).unbind(0)
@@ -126,7 +128,7 @@ class ElasticMemory(Memory):
             return (plan.reconstructions @ entering).to(signal.dtype).unbind(0)
 
     def adapt(self, state: State) -> tuple[State, str | None]:
-        """Low coefficients are a prefix: a lower order keeps them, a higher one knows only them of the past."""
+        """Low coefficients are a prefix: a lower order keeps them, a higher order appends zeros for the past."""
         had, wanted = state[0].shape[2], self.bank.order
         if had == wanted:
             return state, None
@@ -144,8 +146,8 @@ class ElasticMemory(Memory):
 class _Direct(torch.autograd.Function):
     """Readings of all blocks, stacked: `weights[i-1] @ signal[:i * size]`.
 
-    Backward, a block of tokens gets one product with all readings that saw it, summed inside the product; autograd
-    would make one product per reading, as long as its history, and add them up in memory.
+    In the backward pass a block of tokens gets one product with all readings that saw it, which sums over them;
+    autograd would compute one product per reading, as long as its history, and sum them in memory.
     """
 
     generate_vmap_rule = True
@@ -154,7 +156,9 @@ class _Direct(torch.autograd.Function):
     def forward(
         signal: Float[Tensor, "token feature"], size: int, detach_every: int | None, weights: tuple[Tensor, ...]
     ) -> Float[Tensor, "reading point feature"]:
-        with torch.autocast(signal.device.type, enabled=False):  # backward has none, and must find the same types
+        with torch.autocast(
+            signal.device.type, enabled=False
+        ):  # the backward pass has no autocast, and needs the same types
             return torch.stack([weight @ signal[: index * size] for index, weight in enumerate(weights, 1)])
 
     @staticmethod
@@ -180,14 +184,14 @@ class _Direct(torch.autograd.Function):
 
 
 def _fields(bank: Bank) -> tuple[int, int, Any, tuple]:
-    return constant(bank.order), constant(bank.points), bank.sampling, bank.options
+    return static(bank.order), static(bank.points), bank.sampling, bank.options
 
 
 # A constant of the compiled graph: building operators is float64 work that must not be traced.
 @torch.compiler.assume_constant_result
 def _plan(
     order: int, points: int, sampling: Any, options: tuple, size: int, blocks: int, device: str, dtype: torch.dtype,
-    road: str | None,
+    algorithm: str | None,
 ) -> Direct | Recurrent:  # fmt: skip
     bank = Bank(order, points, sampling, options)
-    return bank.plan(size, blocks, torch.device(device), dtype, road=road)
+    return bank.plan(size, blocks, torch.device(device), dtype, algorithm=algorithm)

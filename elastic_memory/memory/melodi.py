@@ -1,14 +1,15 @@
-"""Melodi inside each layer: summary tokens read the block, a mixer of all its tokens makes the next block's memory."""
+"""Melodi inside each layer: summary tokens read the block, a learned mixer of all tokens makes the next memory."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elastic_memory.memory.contract import Block, Floats, Geometry, Host, Memory, Reading, State, one_of, wide
+from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, Reading, State, SummaryTokenMemory
+from elastic_memory.memory.tools import one_of, wide
 from elastic_memory.shapes import Float, Tensor
 
 
-class MelodiMemory(Memory):
+class MelodiMemory(SummaryTokenMemory):
     """Memory tokens of the residual stream, in front of the block; `order` of them, and as many summary tokens.
 
     Summary tokens u stand behind the block and see all of it, nobody sees them. What leaves the layer, block and
@@ -18,11 +19,16 @@ class MelodiMemory(Memory):
     tokens; None: that of the token embeddings.
     """
 
-    source = "MELODI (arXiv 2410.03156), its propagation inside layers"
-    phrase = "summary tokens and a learned mixer of whole blocks"
+    info = MemoryInfo(
+        source="MELODI (arXiv 2410.03156), its propagation inside layers",
+        phrase="summary tokens and a learned mixer of whole blocks",
+        layers=lambda count: list(range(count)),
+        # Memory and summary tokens, as the paper counts both, share what Infini-Transformer has in a layer.
+        order_at=lambda multiple, geometry: multiple * geometry.head_dim // 2,
+        paper_floats=lambda memory: 2 * memory,  # the summary tokens count, which are parameters
+    )
     shares_softmax = True
-    parallel = False
-    by_row = True
+    per_row_parameters = True
     no_join = "each summary was written by a block that had read the one before"
     no_sliding = "its mixer summarises disjoint blocks; in sliding windows a token belongs to many"
 
@@ -45,25 +51,9 @@ class MelodiMemory(Memory):
         self.mixer = Mixer(geometry.block_size + order, order)
         self._draw()
 
-    @classmethod
-    def layers(cls, count: int) -> list[int]:
-        """All of them."""
-        return list(range(count))
-
-    @classmethod
-    def order_at(cls, multiple: int, geometry: Geometry) -> int | None:
-        """Memory and summary tokens, as the paper counts both, share what Infini-Transformer has in a layer."""
-        return multiple * geometry.head_dim // 2
-
-    @property
-    def floats(self) -> Floats:
-        """The paper counts the summary tokens too, which are parameters."""
-        carried = self.order * self.geometry.width
-        return Floats(carried, 2 * carried)
-
     def reset(self) -> None:
         """Mixer scaled by its inputs, so that a mixture is about as large as a token."""
-        # For nothing, but so a seed gives the weights that are on record: models used to initialise the mixer as well.
+        # Drawn twice: models used to initialise the mixer too, and a seed must give the weights that are on record.
         nn.init.normal_(self.mixer.weight)
         self._draw()
 
@@ -90,18 +80,18 @@ class MelodiMemory(Memory):
         return host.rope(key, torch.arange(-self.order, 0, device=key.device)), value
 
     def write(self, state: State, block: Block, seen: int) -> State:
-        """z = mix(rms([x; u])) + u; the old z is in it only by attention."""
+        """z = mix(rms([x; u])) + u; the old z enters only through attention."""
         context, summary = block.output, block.tail
         assert context is not None and summary is not None
-        # The mixer's inputs are places in the block, those that a short one does not have are left out, and places
-        # among the summary tokens. Two products, as neither the concatenation nor its transpose is of further use.
+        # The mixer's inputs are positions in the block (a short one has fewer) and positions among the summary tokens.
+        # Two products instead of one of a concatenation, which would be a copy.
         of_block, of_summary = self.mixer.weight.split((self.geometry.block_size, self.order), dim=-1)
         mixed = of_block[..., : context.shape[1]] @ _rms(context) + of_summary @ _rms(summary)
         return (wide(mixed) + wide(self.mixer.bias)[..., None] + wide(summary),)
 
 
 class Mixer(nn.Module):
-    """Weight and bias along the token axis. No `nn.Linear`, which adapters and quantisers would replace."""
+    """Weight and bias along the token axis; not an `nn.Linear`, which adapters and quantisers would replace."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()

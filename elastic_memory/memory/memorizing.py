@@ -1,4 +1,4 @@
-"""Memorizing Transformer, dense: the newest tokens as they were, in a queue that the block attends to."""
+"""Memorizing Transformer, dense: a queue of the newest raw tokens, which the block attends to."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from elastic_memory.attention import masked
-from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State, gated, one_of, wide
+from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.tools import gated, one_of, wide
 from elastic_memory.shapes import Bool, Float, Tensor
 
 
@@ -18,8 +19,8 @@ class Queue(NamedTuple):
     value: Float[Tensor, "batch kv_head order dim"]
 
 
-class MemorizingMemory(Memory):
-    """A softmax over the queue beside the block's own, a gate per head between the two, gradients into the queue.
+class MemorizingMemory(ParallelMemory):
+    """A second softmax, over the queue, and a gate per head between it and the block's own; gradients reach the queue.
 
     `order`: tokens in the queue. `combine`: gate, or joint for one softmax over queue and block, without gates (and not
     with sliding attention, which would count tokens twice). `positions`: none, raw queries meet raw keys; query,
@@ -27,8 +28,10 @@ class MemorizingMemory(Memory):
     into the queue, as in the original.
     """
 
-    source = "Memorizing Transformers (arXiv 2203.08913), without its kNN search"
-    phrase = "a queue of the newest tokens, attended in full"
+    info = MemoryInfo(
+        source="Memorizing Transformers (arXiv 2203.08913), without its kNN search",
+        phrase="a queue of the newest tokens, attended in full",
+    )
     no_join = None
 
     def __init__(
@@ -91,7 +94,7 @@ class MemorizingMemory(Memory):
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
-        """What the queue would hold is at hand already: the tokens before each block."""
+        """The queue of each block is a slice of the sample: the tokens before it."""
         readings = []
         for block in range(1, -(-key.shape[2] // self.geometry.block_size)):
             keys, values = (self._stored(self.history(x, block)[:, :, -self.order :]) for x in (key, value))
@@ -111,7 +114,7 @@ class MemorizingMemory(Memory):
         key, value = (part.to(looking.dtype) for part in reading)
         mask = None
         if visible is not None:
-            # A row without any column keeps `local`; here it must only not be NaN.
+            # A row without any column keeps `local`; its attention here must only not be NaN.
             mask = (visible | ~visible.any(1, keepdim=True))[:, None, None]
         return gated(self.gate, masked(looking, key, value, mask, self.geometry.scale), local, visible)
 

@@ -1,31 +1,24 @@
-"""Transformer++: Llama 3 in blocks, and nothing between them."""
+"""Transformer++: Llama 3 in blocks, without a memory."""
 
 from collections.abc import Sequence
 
 import torch
 
-from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State
+from elastic_memory.memory.contract import Block, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.shapes import Tensor
 
 
-class NoMemory(Memory):
-    """Every block starts anew."""
+class NoMemory(ParallelMemory):
+    """No block sees another."""
 
-    source = "Llama 3 (arXiv 2407.21783)"
-    phrase = "Transformer++: no memory, the baseline and the layers in between"
+    info = MemoryInfo(
+        source="Llama 3 (arXiv 2407.21783)",
+        phrase="Transformer++: no memory, the baseline and the layers in between",
+        layers=lambda count: [],
+        order_at=lambda multiple, geometry: None,
+    )
     reach = 0
-    reads = False
     no_join = None
-
-    @classmethod
-    def layers(cls, count: int) -> list[int]:
-        """Nowhere."""
-        return []
-
-    @classmethod
-    def order_at(cls, multiple: int, geometry: Geometry) -> int | None:
-        """It has no size."""
-        return None
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
         """Nothing."""

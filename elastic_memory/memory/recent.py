@@ -1,22 +1,23 @@
-"""A hybrid: part of the budget for the newest tokens as they were, the rest for elastic memory of everything."""
+"""A hybrid: part of the budget for the newest raw tokens, the rest for elastic memory of the whole history."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from elastic_memory.memory.contract import Block, Geometry, Host, Memory, Reading, State
+from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.memorizing import MemorizingMemory
-from elastic_memory.operators import Bank
 from elastic_memory.shapes import Float, Tensor
 
 
-class RecentMemory(Memory):
+class RecentMemory(ParallelMemory):
     """`share` of `order` is a queue at its true positions, the rest a polynomial; both join the block's softmax."""
 
-    source = "control: elastic memory beside a queue, at equal floats"
-    phrase = "the newest tokens raw, the whole history as a polynomial"
+    info = MemoryInfo(
+        source="control: elastic memory beside a queue, at equal floats",
+        phrase="the newest tokens raw, the whole history as a polynomial",
+    )
     shares_softmax = True
     no_join = None
     no_sliding = "queue and window would hold the same tokens, and count them twice in one softmax"
@@ -45,6 +46,7 @@ class RecentMemory(Memory):
             detach_every=detach_every,
         )
         self.queue = MemorizingMemory(geometry, order=raw, combine="joint", positions="full", detach_every=detach_every)
+        self.retrieval = self.elastic.retrieval
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
         """Coefficients, then the queue."""
@@ -55,29 +57,25 @@ class RecentMemory(Memory):
         return _beside(self.elastic.read(state[:2], seen, host), self.queue.read(state[2:], seen, host))
 
     def write(self, state: State, block: Block, seen: int) -> State:
-        """Each on its own."""
+        """Both parts, independently."""
         return (*self.elastic.write(state[:2], block, seen), *self.queue.write(state[2:], block, seen))
 
     def join(self, state: State, seen: int, other: State, other_seen: int) -> State:
-        """Each on its own."""
+        """Both parts, independently."""
         coefficients = self.elastic.join(state[:2], seen, other[:2], other_seen)
         return (*coefficients, *self.queue.join(state[2:], seen, other[2:], other_seen))
 
     def read_all(
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
-        """Each by its fast road."""
+        """The readings of both, side by side."""
         parts = (memory.read_all(key, value, host) for memory in (self.elastic, self.queue))
         return [_beside(*pair) for pair in zip(*parts, strict=True)]
 
-    @property
-    def retrieval(self) -> Bank:
-        """The polynomial's."""
-        return self.elastic.retrieval
-
     def set_retrieval(self, **changes: Any) -> None:
-        """Read the polynomial otherwise; the queue stays as it is."""
+        """Change how the polynomial is read; the queue stays as it is."""
         self.elastic.set_retrieval(**changes)
+        self.retrieval = self.elastic.retrieval
 
     def adapt(self, state: State) -> tuple[State, str | None]:
         """Fit the polynomial to another order."""

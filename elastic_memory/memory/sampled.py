@@ -1,4 +1,4 @@
-"""Raw tokens picked from the history where elastic memory would look: what does compression buy?"""
+"""Raw tokens from where elastic memory would look in the history: a control for the gain from compression."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from elastic_memory import sampling as samplings
-from elastic_memory.memory.contract import Block, Floats, Geometry, Host, Memory, Reading, State, constant, wide
+from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.tools import static, wide
 from elastic_memory.shapes import Float, Int, Tensor
 
 
@@ -29,22 +30,25 @@ class Rule(NamedTuple):
 
     def choose(self, time: Float[Tensor, "batch candidate"], seen: int) -> Int[Tensor, "batch order"]:
         """Indices of those candidates, of all that a history of `seen` tokens left, that stay."""
-        moments = samplings.moments(self.sampling, self.order, seen, **dict(self.options))
-        if moments.ndim == 2:
-            moments = moments.mean(1)
-        return nearest(time, ((moments - 1) * seen).sort().values.to(time))
+        points = samplings.sample_points(self.sampling, self.order, seen, **dict(self.options))
+        if points.ndim == 2:
+            points = points.mean(1)
+        return nearest(time, ((points - 1) * seen).sort().values.to(time))
 
 
-class SampledMemory(Memory):
+class SampledMemory(ParallelMemory):
     """Elastic memory without its polynomial: `order` tokens as they were, in the block's softmax. No parameters.
 
-    A stream cannot go back to a token that it let go. So after each block, of the tokens kept so far and the new ones,
-    those stay that are nearest to the moments of the sampling; moments that want the same token give way to both sides.
-    A cell stands for its middle. Until more than `order` tokens came, all of them stay.
+    A stream cannot recover a token that it dropped. So after each block it keeps, of the tokens kept so far and the new
+    ones, those nearest to the sample points; collisions move outward to the nearest free token. A cell stands for its
+    middle. Until more than `order` tokens came, all of them are kept.
     """
 
-    source = "control: elastic memory's samplings on raw tokens"
-    phrase = "raw tokens kept near the sampled moments"
+    info = MemoryInfo(
+        source="control: elastic memory's samplings on raw tokens",
+        phrase="raw tokens kept near the sample points",
+        paper_floats=lambda key, value, time: key + value,  # equal to elastic memory's; it keeps a time per token, too
+    )
     shares_softmax = True
     no_join = "which tokens are still there depends on where earlier blocks ended"
 
@@ -64,12 +68,6 @@ class SampledMemory(Memory):
         samplings.resolve(sampling, options)
         self.rule = Rule(order, sampling, tuple(sorted(options.items())))
 
-    @property
-    def floats(self) -> Floats:
-        """Equal to elastic memory's, but for one number per token: its time."""
-        key, value, time = (part.numel() for part in self.start(1, "meta"))
-        return Floats(key + value + time, key + value)
-
     def start(self, batch: int, device: torch.device | str | None = None) -> Picked:
         """No tokens."""
         shape = (batch, self.geometry.kv_heads, self.rule.order, self.geometry.head_dim)
@@ -81,7 +79,7 @@ class SampledMemory(Memory):
         return tuple(part[:, :, max(self.rule.order - seen, 0) :] for part in state[:2])
 
     def write(self, state: State, block: Block, seen: int) -> Picked:
-        """Of the tokens kept and the new ones, keep those nearest to the sampled moments."""
+        """Of the tokens kept and the new ones, keep those nearest to the sample points."""
         empty, tokens = max(self.rule.order - seen, 0), block.key.shape[2]
         new = torch.arange(0.5 - tokens, 0, device=block.key.device).expand(len(block.key), -1)
         time = torch.cat((state[2][:, empty:] - tokens, new), dim=1)
@@ -99,24 +97,24 @@ class SampledMemory(Memory):
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
         """The tokens that a stream would still have, straight from the sample."""
-        size = constant(self.geometry.block_size)
-        left = _survivors(self.rule, size, constant(-(-key.shape[2] // size)), str(key.device))
+        size = static(self.geometry.block_size)
+        left = _survivors(self.rule, size, static(-(-key.shape[2] // size)), str(key.device))
         return [
             tuple(self.history(signal, block)[:, :, kept] for signal in (key, value))
             for block, kept in enumerate(left, 1)
         ]
 
 
-def nearest(time: Float[Tensor, "batch candidate"], moments: Float[Tensor, " order"]) -> Int[Tensor, "batch order"]:
-    """Indices of candidates close to the moments, all different; both ascend."""
-    after = torch.searchsorted(time, moments.expand(len(time), -1).contiguous()).clamp(1, time.shape[1] - 1)
-    closer = moments - time.gather(1, after - 1) <= time.gather(1, after) - moments
-    # Different and ascending means that index minus rank may not fall. Where it does, older moments could be pushed
-    # back or newer ones on; half of both keeps a stream from drifting either way over many blocks.
-    rank = torch.arange(len(moments), device=time.device)
+def nearest(time: Float[Tensor, "batch candidate"], points: Float[Tensor, " order"]) -> Int[Tensor, "batch order"]:
+    """Indices of candidates close to the points, all different; both ascend."""
+    after = torch.searchsorted(time, points.expand(len(time), -1).contiguous()).clamp(1, time.shape[1] - 1)
+    closer = points - time.gather(1, after - 1) <= time.gather(1, after) - points
+    # Different and ascending means that index minus rank may not fall. Where it does, older points could be moved
+    # back or newer ones forward; half of both keeps a stream from drifting either way over many blocks.
+    rank = torch.arange(len(points), device=time.device)
     slack = after - closer.long() - rank
-    pushed_back, pushed_on = slack.flip(1).cummin(1).values.flip(1), slack.cummax(1).values
-    return ((pushed_back + pushed_on) // 2).clamp(0, time.shape[1] - len(moments)) + rank
+    moved_back, moved_forward = slack.flip(1).cummin(1).values.flip(1), slack.cummax(1).values
+    return ((moved_back + moved_forward) // 2).clamp(0, time.shape[1] - len(points)) + rank
 
 
 # A constant of the compiled graph: it depends on numbers, not on tensors.

@@ -10,9 +10,10 @@ from safetensors import safe_open
 from torch import nn
 
 from elastic_memory.memory import Geometry
+from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import MemorySettings, refuse_dropout
-from elastic_memory.model.layer import HOOKS
+from elastic_memory.model.hooks import has_hooks
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -118,7 +119,7 @@ def _check(model: Any) -> None:
     refuse_spread(model)
     for index, layer in enumerate(model.model.layers):
         for name, part in ((f"layers.{index}", layer), (f"layers.{index}.self_attn", layer.self_attn)):
-            if any(getattr(part, hooks) for hooks in HOOKS):
+            if has_hooks(part):
                 raise ValueError(f"{name} has hooks, which its replacement would not have: remove them, and hook again")
 
 
@@ -187,7 +188,7 @@ def _match(layers: nn.ModuleList, model: Any, memory: str) -> None:
     """New parameters go where the layer's own are, in their precision, initialised."""
     for layer in layers:
         like = layer.input_layernorm.weight  # projections may be quantised
-        if like.is_meta and hasattr(layer.input_layernorm, "_hf_hook") and layer.memory.extra_parameters:
+        if like.is_meta and hasattr(layer.input_layernorm, "_hf_hook") and extra_parameters(layer.memory):
             raise ValueError(f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading")
         layer.memory.to(device=like.device, dtype=like.dtype)
         layer.memory.reset()

@@ -1,22 +1,19 @@
 """A Llama's backbone with memory, as a mixin: embedding, layers, norm; for whole samples and streams of any length."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
-from elastic_memory.attention import without_cudnn
-from elastic_memory.fast.decoder import Decoder
-from elastic_memory.fast.wavefront import Wavefront
-from elastic_memory.memory.contract import constant
-from elastic_memory.model.calls import whole_calls
+from elastic_memory.memory.tools import static
 from elastic_memory.model.rope import Rope
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.cache import MemoryCache
-from elastic_memory.streaming.packing import Rows, from_mask, from_positions
-from elastic_memory.streaming.unread import Call, unasked
+from elastic_memory.streaming.packing import from_mask, from_positions
+from elastic_memory.streaming.reader import whole_calls
+from elastic_memory.streaming.unread import Call, unread_cache
 
 # What a mixin is mixed into: a model of transformers, of whichever family.
 Mixed: Any = object
@@ -24,8 +21,6 @@ Mixed: Any = object
 
 class MemoryBackbone(Mixed):
     """Mixin for `LlamaModel` and its kind: embedding, layers with memory, norm."""
-
-    wavefront: Wavefront | None = None  # of a compiled model whose layers have to wait for blocks
 
     def rope(self, size: int = 0) -> Rope:
         """Rotary positions of this model, with a table for blocks of `size` tokens."""
@@ -66,15 +61,9 @@ class MemoryBackbone(Mixed):
         if use_cache and past_key_values is None:
             past_key_values = MemoryCache(self)
         if past_key_values is not None:
-            tokens, wanted = (input_ids, inputs_embeds, attention_mask), 0 if output_hidden_states else keep
-            every = self.stream(*tokens, past_key_values, wanted, bool(output_hidden_states))
-            return BaseModelOutputWithPast(
-                last_hidden_state=every[-1][:, -keep:],
-                past_key_values=past_key_values,
-                hidden_states=_chosen(every, output_hidden_states),
-            )
-
-        length = constant(source.shape[1])  # blocks and operators depend on it
+            tokens = input_ids, inputs_embeds, attention_mask
+            return self._stream(past_key_values, tokens, keep, output_hidden_states)
+        static(source.shape[1])  # a compiled graph is for one length: blocks and operators depend on it
         rows = None
         if position_ids is not None and position_ids.shape == source.shape[:2]:
             rows = from_positions(position_ids, attention_mask)
@@ -83,30 +72,39 @@ class MemoryBackbone(Mixed):
         source = rows.align(source) if rows else source
         hidden = self.residual(self.embed_tokens(source) if input_ids is not None else source)
         every = []
-        length = hidden.shape[1] if rows else length
-        # Its length would be one more that graphs depend on.
-        like = hidden.new_empty(())
-        before, behind = (max(ends) for ends in zip(*[layer.span(length) for layer in self.layers], strict=True))
-        rope = Rope(self.rotary_emb, like, before, behind)
-        if self.wavefront is not None and not output_hidden_states and self.wavefront.fits(self.layers, hidden):
-            hidden = self.wavefront(self.layers, hidden, rope)
-        else:
+        spans = [layer.span(hidden.shape[1]) for layer in self.layers]
+        before, behind = (max(ends) for ends in zip(*spans, strict=True))
+        # Of `hidden` only type and device: its length would be one more that graphs depend on.
+        rope = Rope(self.rotary_emb, hidden.new_empty(()), before, behind)
+        if output_hidden_states:
             for layer in self.layers:
-                if output_hidden_states:
-                    every.append(rows.restore(hidden) if rows else hidden)
-                    hidden = rows.align(every[-1]) if rows else hidden  # gradients reach what is returned
-                hidden = layer(hidden, rope)
+                every.append(rows.restore(hidden) if rows else hidden)
+                hidden = layer(rows.align(every[-1]) if rows else hidden, rope)  # gradients reach what is returned
+        else:
+            hidden = self.run_layers(hidden, rope)
         hidden = self.last_norm(hidden)
         if rows:
             hidden = rows.restore(hidden)
         states = _chosen([*every, hidden], output_hidden_states)
-        cache = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
+        cache = unread_cache(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
         return BaseModelOutputWithPast(last_hidden_state=hidden[:, -keep:], past_key_values=cache, hidden_states=states)
 
-    def residual(self, embeddings: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
-        """What layers add to: in bf16 under such an autocast, as float32 would double the traffic.
+    def _stream(
+        self, cache: Any, tokens: tuple[Tensor | None, ...], keep: int, output_hidden_states: bool | Collection[int]
+    ) -> BaseModelOutputWithPast:
+        """`forward` for the next tokens of a cache."""
+        if not isinstance(cache, MemoryCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}; this model needs a MemoryCache(model)")
+        every = cache.feed(self, *tokens, 0 if output_hidden_states else keep, bool(output_hidden_states))
+        states = _chosen(every, output_hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=every[-1][:, -keep:], past_key_values=cache, hidden_states=states
+        )
 
-        Attached models keep what they were trained with.
+    def residual(self, embeddings: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
+        """The residual stream: bf16 under bf16 autocast, as float32 would double the memory traffic.
+
+        Attached models keep the precision they were trained with.
         """
         if getattr(self.config, "residual_in_fp32", True) or embeddings.is_meta:
             return embeddings
@@ -114,118 +112,15 @@ class MemoryBackbone(Mixed):
         narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
         return embeddings.bfloat16() if narrow else embeddings
 
-    def last_norm(self, hidden: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
-        """The norm behind the layers; of its own, as training compiles it."""
-        return self.norm(hidden)
-
-    @torch.compiler.disable  # clocks and buffers are Python's; a compiled model streams as it is
-    @torch.inference_mode(False)  # a cache filled in inference mode must be of use outside it
-    @torch.no_grad()  # innermost: leaving inference mode would switch gradients on again
-    def stream(
-        self,
-        ids: Tensor | None,
-        embeds: Tensor | None,
-        mask: Tensor | None,
-        cache: MemoryCache,
-        keep: int,
-        every: bool = False,
-    ) -> list[Float[Tensor, "batch column width"]]:
-        """Feed the columns to each row's open block, closing blocks as they fill: constant memory for any length.
-
-        Hidden states of the last `keep` columns: the last ones, or if asked `every` layer's, the embeddings first.
-        """
-        if not isinstance(cache, MemoryCache):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}; this model needs a MemoryCache(model)")
-        if cache.owner is not self.layers:
-            raise ValueError("past_key_values belongs to another model: save it, and load it with this one")
-        ids = None if ids is None else ids.long()
-        source: Any = ids if ids is not None else embeds
-        batch, columns = source.shape[:2]
-        cache.begin(batch, source.device)
-        rows = _padded_rows(mask, columns)
-        probed = any([attention.corrupt is not None for attention in cache.attentions])
-        captured = cache.static and (cache.decoder is not None or not self.offloaded())
-        if captured and columns == 1 and ids is not None and rows is None and not probed and not every:
-            return [self._decode(ids, cache)]
-        cache.mark()
-        cache.decoding = False
-        lengths = rows.lengths if rows else [columns] * batch
-        # Of each row only the tokens among the last columns are wanted, those from `firsts` on.
-        wanted = min(keep or columns, columns)
-        tail = _padded_rows(mask, wanted)
-        counts = tail.lengths if tail else [wanted] * batch
-        firsts = [length - count for length, count in zip(lengths, counts, strict=True)]
-        kept = [
-            self.embed_tokens.weight.new_zeros(batch, wanted, self.config.hidden_size, device=source.device)
-            for _ in range(1 + every * len(self.layers))
-        ]
-        aligned = rows.align(source) if rows else source
-        rope = self.rope()
-        cache.refresh(rope)
-
-        done = [0] * batch
-        while any(length > start for start, length in zip(done, lengths, strict=True)):
-            self._close_full([length > start for start, length in zip(done, lengths, strict=True)], rope, cache)
-            whole = 0 if probed else cache.whole_blocks([b - a for a, b in zip(done, lengths, strict=True)])
-            takes = [
-                whole * cache.block_size or min(cache.block_size - opened, length - start)
-                for opened, start, length in zip(cache.opened, done, lengths, strict=True)
-            ]
-            piece = _cut(aligned, done, max(takes))
-            hidden = self.residual(self.embed_tokens(piece) if ids is not None else piece)
-            spans = list(zip(firsts, done, takes, strict=True))
-            with without_cudnn():
-                for index, state in enumerate(self._through_layers(hidden, takes, whole, rope, cache)):
-                    if every or index == len(self.layers):
-                        _keep(kept[index if every else 0], state, spans)
-            known = piece if ids is not None else None
-            if whole:
-                cache.passed(whole, known)
-            else:
-                cache.advance(takes, known)
-            done = [start + take for start, take in zip(done, takes, strict=True)]
-        cache.columns += columns
-        kept = [tail.restore(part) if tail else part for part in kept]
-        return [*kept[:-1], self.norm(kept[-1])]
-
-    def _through_layers(
-        self, hidden: Tensor, takes: list[int], whole: int, rope: Rope, cache: MemoryCache
-    ) -> Iterator[Float[Tensor, "batch token width"]]:
-        """What enters each layer, and what leaves the last: of whole blocks of all rows, or tokens of open blocks."""
-        segment = None if whole else cache.segment(takes, rope, hidden.device)
-        rope = self.rope(cache.block_size) if whole else rope
-        for layer, stream in zip(self.layers, cache.streams, strict=True):
-            yield hidden
-            hidden = layer(hidden, rope, stream, segment, cache.seen[0])
-        yield hidden
-
-    def _close_full(self, wanting: list[bool], rope: Rope, cache: MemoryCache) -> bool:
-        """Fold the complete open blocks of rows that have more to read into memory."""
-        groups = cache.full_rows(wanting)
-        if groups:
-            cache.record()
-        for seen, full in groups.items():
-            for layer, stream in zip(self.layers, cache.streams, strict=True):
-                layer.close(rope, stream, full, seen, cache.block_size)
-            cache.closed(full)
-        return bool(groups)
-
-    def _decode(self, ids: Int[Tensor, "batch 1"], cache: MemoryCache) -> Float[Tensor, "batch 1 width"]:
-        """One token of each row by the cache's decoder, which is filled anew whenever blocks close."""
-        ready = (
-            cache.decoding and cache.decoder is not None and cache.decoder.settled == Decoder.conditions(self, cache)
-        )
-        if cache.decoder is None or not ready or cache.block_size in cache.opened:
-            rope = self.rope()
-            cache.mark()
-            cache.refresh(rope)
-            if self._close_full([True] * len(ids), rope, cache):
-                cache.mark(anew=True)  # the decoder writes over the blocks that are in memory now
-            cache.decoder = Decoder.fill(self, cache, ids, cache.decoder)
-        hidden = cache.decoder(ids, max(cache.opened))
-        cache.opened = [opened + 1 for opened in cache.opened]
-        cache.columns += 1
+    def run_layers(self, hidden: Float[Tensor, "batch token width"], rope: Rope) -> Float[Tensor, "batch token width"]:
+        """One layer after the other; `compile_blocks` may replace this."""
+        for layer in self.layers:
+            hidden = layer(hidden, rope)
         return hidden
+
+    def last_norm(self, hidden: Float[Tensor, "batch token width"]) -> Float[Tensor, "batch token width"]:
+        """The norm behind the layers; `compile_blocks` may replace this."""
+        return self.norm(hidden)
 
 
 def check_mask(mask: Tensor, rows: int, columns: int, before: int | None = None) -> None:
@@ -259,29 +154,3 @@ def _chosen(every: list[Tensor], asked: bool | Collection[int]) -> tuple[Tensor 
     if isinstance(asked, Collection) and asked:
         return tuple(state if layer in asked else None for layer, state in enumerate(every[1:]))
     return tuple(every) if asked else None
-
-
-def _padded_rows(mask: Tensor | None, columns: int) -> Rows | None:
-    """The layout of the new columns, if any of them is padding."""
-    if mask is None:
-        return None
-    new = mask[:, -columns:]
-    return None if bool(new.all()) else from_mask(new)
-
-
-def _cut(x: Tensor, starts: list[int], width: int) -> Tensor:
-    """`width` tokens of each row from its own start; what lies behind a row's end repeats its last token."""
-    if len(set(starts)) == 1:
-        return x[:, starts[0] : starts[0] + width]
-    places = torch.tensor(starts, device=x.device)[:, None] + torch.arange(width, device=x.device)
-    return x[torch.arange(len(x), device=x.device)[:, None], places.clamp(max=x.shape[1] - 1)]
-
-
-def _keep(kept: Tensor, hidden: Tensor, spans: list[tuple[int, int, int]]) -> None:
-    """Copy into `kept` what is wanted of a piece: row by row (first wanted token, first token here, tokens here)."""
-    for span in set(spans):
-        first, start, take = span
-        begin, end = max(first, start), start + take
-        if begin < end:
-            rows = slice(None) if len(set(spans)) == 1 else [row for row, own in enumerate(spans) if own == span]
-            kept[rows, begin - first : end - first] = hidden[rows, begin - start : take].to(kept.dtype)

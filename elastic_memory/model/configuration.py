@@ -1,10 +1,9 @@
-"""`MemoryLlamaConfig`: a Llama and the memory it carries, strict about what it is told."""
+"""`MemoryLlamaConfig`: a Llama and its memory; unknown and inconsistent settings are errors."""
 
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,8 +11,9 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from elastic_memory.common.names import nearest, suggest
 from elastic_memory.memory import MEMORIES, Geometry, Memory
-from elastic_memory.model.layer import Locality
+from elastic_memory.model.locality import Locality
 
 LOCAL_ATTENTION = ("block", "sliding", "full")
 
@@ -71,9 +71,9 @@ class MemorySettings:
             if not 0 <= layer < self.geometry.layers:
                 raise ValueError(f"memory_layers has {layer}; this model has layers 0 to {self.geometry.layers - 1}")
         kind = MEMORIES[self.memory]
-        if kind.layers(1) == [] and self.memory_layers:
+        if not kind.info.layers(1) and self.memory_layers:
             raise ValueError(f"memory={self.memory!r} with memory_layers={self.memory_layers}: leave the layers out")
-        with torch.device("meta"):  # only to hear its complaints
+        with torch.device("meta"):  # only to check its options
             memory = kind.build(self.geometry, self.options())
         if self.local_attention == "full" and self.layers():
             raise ValueError("local_attention='full' sees everything already: use it with memory='none'")
@@ -86,7 +86,7 @@ class MemorySettings:
         return Locality(self.local_attention, self.geometry.block_size)
 
     def options(self) -> dict[str, Any]:
-        """Arguments of the mechanism; only those that were given, so that one that has no such option complains."""
+        """Arguments of the mechanism: only those that were given, so that one it does not have is an error."""
         named = {
             "order": self.memory_order,
             "points": self.memory_points,
@@ -100,7 +100,9 @@ class MemorySettings:
 
     def layers(self) -> list[int]:
         """Layers with memory."""
-        return MEMORIES[self.memory].layers(self.geometry.layers) if self.memory_layers is None else self.memory_layers
+        if self.memory_layers is not None:
+            return self.memory_layers
+        return MEMORIES[self.memory].info.layers(self.geometry.layers)
 
     def memory_at(self, index: int) -> Memory:
         """A fresh memory for one layer."""
@@ -117,8 +119,8 @@ class MemoryLlamaConfig(LlamaConfig):
     that see each other. `local_attention`: block, sliding or full. `memory_order`: size of the state (coefficients; for
     a queue its tokens; for summaries their number). `memory_points`, `sampling`, `sampling_options`: how the state is
     read. `memory_options`: further arguments of the mechanism. None leaves a setting to the mechanism's default.
-    `pad_heads`: store each head with zeros up to a multiple of 8, which the fastest attention kernels demand.
-    `residual_in_fp32`: under autocast, keep what layers add to in float32.
+    `pad_heads`: store each head padded with zeros to a multiple of 8, which the fastest attention kernels need.
+    `residual_in_fp32`: under autocast, keep the residual stream in float32.
     """
 
     model_type = "memory_llama"
@@ -225,7 +227,7 @@ class MemoryLlamaConfig(LlamaConfig):
         shape = cls(memory="none", **(bare | {"local_attention": "block"})).geometry()
         kind = MEMORIES[memory]
         if "memory_order" not in overrides:
-            values["memory_order"] = kind.order_at(memory_multiple, shape)
+            values["memory_order"] = kind.info.order_at(memory_multiple, shape)
         if "memory_points" not in overrides and not kind.has_option("points"):
             del values["memory_points"]
         return cls(memory=memory, **values)
@@ -234,9 +236,7 @@ class MemoryLlamaConfig(LlamaConfig):
 def known(name: Any, names: Any, what: str) -> None:
     """Refuse a name that is not among `names`; suggest the nearest."""
     if name not in names:
-        near = get_close_matches(str(name), list(names), 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{what}={name!r}: there are {', '.join(names)}.{hint}")
+        raise ValueError(f"{what}={name!r}: {suggest(str(name), names)}")
 
 
 def refuse_dropout(config: Any) -> None:
@@ -259,4 +259,4 @@ def _unknown(kind: Any, given: dict[str, Any]) -> dict[str, str | None]:
     """Keys that no setting has, each with the setting that may be meant."""
     names = [item.name for item in fields(kind)]
     unknown = [name for name in sorted(given.keys() - {*names, *_TRANSFORMERS}) if not name.startswith("_")]
-    return {name: next(iter(get_close_matches(name, names, 1)), None) for name in unknown}
+    return {name: nearest(name, names) for name in unknown}

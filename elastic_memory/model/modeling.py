@@ -1,8 +1,6 @@
-"""Llama, its layers replaced: `MemoryLlamaForCausalLM`, and the mixin that does the same for other such models."""
+"""Llama with memory layers: `MemoryLlamaForCausalLM`, and the mixin that does the same for other such models."""
 
 import copy
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,18 +13,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
-from elastic_memory.fast.compile import compiled
-from elastic_memory.fast.wavefront import Wavefront, suit
+from elastic_memory.common.speedups import find
 from elastic_memory.memory import MEMORIES, Memory
+from elastic_memory.memory.counts import extra_parameters, state_floats
 from elastic_memory.model.backbone import MemoryBackbone, Mixed, check_mask
-from elastic_memory.model.calls import whole_calls
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
-from elastic_memory.model.loss import next_token_loss, plain_head, summed_loss
+from elastic_memory.model.loss import next_token_loss, plain_head
 from elastic_memory.model.padding import PaddedRotary, pad_heads
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.cache import MemoryCache
-from elastic_memory.streaming.unread import Call, unasked
+from elastic_memory.streaming.reader import whole_calls
+from elastic_memory.streaming.unread import Call, unread_cache
 
 # Labelled calls longer than this compute the loss in pieces and return no logits: at 32,768 tokens and a vocabulary of
 # 32,000 they would take 4 GiB.
@@ -55,9 +53,8 @@ class MemoryCausalLM(Mixed):
 
         Labelled calls in training longer than 8,192 tokens return `logits=None`, unless `logits_to_keep` asks for some.
         """
-        shift_labels = kwargs.pop(
-            "shift_labels", None
-        )  # Trainer takes every argument called so for one that it must give
+        # Not in the signature: Trainer would then always pass it.
+        shift_labels = kwargs.pop("shift_labels", None)
         labelled = labels is not None or shift_labels is not None
         if labelled and self.training and (past_key_values is not None or use_cache):
             raise ValueError("training reads whole samples, with memory inside the call: leave past_key_values out")
@@ -69,13 +66,15 @@ class MemoryCausalLM(Mixed):
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=False,  # it would be the backbone's own
+            use_cache=False,  # the cache of this call is ours, not the backbone's
             keep=logits_to_keep if isinstance(logits_to_keep, int) and not labelled else 0,
             return_dict=True,
             **kwargs,
         )
         if not labelled and past_key_values is None:
-            past_key_values = unasked(self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids))
+            past_key_values = unread_cache(
+                self, use_cache, Call(input_ids, inputs_embeds, attention_mask, position_ids)
+            )
         hidden, loss, logits = outputs.last_hidden_state, None, None
         asked = not isinstance(logits_to_keep, int) or logits_to_keep > 0
         wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -94,7 +93,7 @@ class MemoryCausalLM(Mixed):
     def _labelled_loss(
         self, hidden: Float[Tensor, "batch column width"], logits: Tensor | None, given: dict[str, Any]
     ) -> Float[Tensor, ""]:
-        """The loss, without logits where the head is a plain one, or of all logits, if they are there already."""
+        """The loss; computed without logits if the head is a plain linear one, else from them."""
         if self.loss_function is not ForCausalLMLoss:
             logits = self.lm_head(hidden) if logits is None else logits
             given = {name: value for name, value in given.items() if value is not None or name == "labels"}
@@ -112,25 +111,15 @@ class MemoryCausalLM(Mixed):
         return self._loss(*source, given["labels"], given["num_items_in_batch"])
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile training and the single steps of static caches; layers that are alike share graphs.
+        """Compile training and the single steps of static caches; `options` go to `torch.compile`.
 
-        First calls then take about a minute together, half a minute more where layers go together.
-        Other streams stay as they are. `options` go to `torch.compile`.
+        Each layer is compiled, identical ones share graphs; for sequential memories several layers run as a wavefront.
+        The first calls then take about a minute, half a minute more for a wavefront. Other streams stay as they are.
         """
-        # As many rows as somebody decodes; captured already, so without a mode that captures.
-        steps = {"dynamic": None} | {name: value for name, value in options.items() if name != "mode"}
-        options = {"fullgraph": True, "dynamic": False} | options
-        model = self.base_model
-        model.wavefront = Wavefront(model.layers[0], **options) if suit(model.layers) else None
-        for layer in model.layers:
-            # Where there is a loop over blocks, its body once instead of all its rounds in one long graph.
-            name = "blocks" if layer.memory.parallel else "one_block"
-            # Bound to the layer after compilation, as a copy of the layer then has its own.
-            setattr(layer, name, MethodType(compiled(getattr(MemoryLayer, name), **options), layer))
-            for name in ("before_attention", "after_attention"):
-                setattr(layer, name, MethodType(compiled(getattr(MemoryLayer, name), **steps), layer))
-        model.last_norm = MethodType(compiled(MemoryBackbone.last_norm, **options), model)
-        self._loss = partial(next_token_loss, summed=compiled(summed_loss, **options))
+        fast = find("compile")
+        if fast is None:
+            raise ValueError("compile_blocks: the folder elastic_memory/fast is missing here; train without compiling")
+        fast.compile_blocks(self, **options)
 
     @property
     def compiled(self) -> bool:
@@ -170,9 +159,9 @@ class MemoryCausalLM(Mixed):
                 {
                     "layer": index,
                     "memory": names[type(memory)],
-                    "state_floats": counted.floats.paper,
-                    "carried_floats": counted.floats.carried,
-                    "extra_parameters": memory.extra_parameters,
+                    "state_floats": state_floats(counted).paper,
+                    "carried_floats": state_floats(counted).carried,
+                    "extra_parameters": extra_parameters(memory),
                 }
             )
         return report
@@ -218,7 +207,7 @@ class MemoryCausalLM(Mixed):
 
 
 def _predictable(labels: Tensor, mask: Tensor | None, positions: Tensor | None) -> Int[Tensor, "batch column"]:
-    """Labels without those that only padding, or another document, could predict."""
+    """Labels without those whose previous token is padding or belongs to another document."""
     if mask is not None:
         unseen = mask[:, -labels.shape[1] :].roll(1, dims=1) == 0
         labels = labels.masked_fill(unseen, -100)
@@ -233,7 +222,7 @@ def name_causal_lm(kind: type) -> None:
 
 
 def refuse_spread(model: Any) -> None:
-    """Refuse a `device_map` over several devices; what it offloads to CPU or disk runs on the one that is left."""
+    """Refuse a `device_map` over several GPUs; parts offloaded to CPU or disk run on the one that is left."""
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk", "meta"}
     devices = sorted(
         {f"cuda:{place}" if place.isdigit() else "cuda:0" if place == "cuda" else place for place in places}

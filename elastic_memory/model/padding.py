@@ -1,4 +1,4 @@
-"""Heads stored with zeros up to a multiple of 8: the same function, on the fastest attention kernels.
+"""Heads padded with zeros to a multiple of 8: the same function, on the fastest attention kernels.
 
 Rotary positions pair feature i of a head's first half with feature i of its second, so both halves are padded alike.
 Zero weights get zero gradients (queries and keys meet only each other's zeros, values only the output projection's),
@@ -8,7 +8,7 @@ so they stay zero through training.
 import torch
 from torch import nn
 
-from elastic_memory.memory.contract import real_features
+from elastic_memory.memory.tools import real_features
 from elastic_memory.shapes import Int, Tensor
 
 

@@ -8,13 +8,15 @@ from elastic_memory.shapes import Float, Int, Tensor
 
 Heads = Float[Tensor, "batch head token dim"]
 
+PADDING = 32  # blocks with summary tokens may be padded to a multiple of so many tokens (fast/summary_tokens.py)
+
 
 class Rope:
     """Rotary positions, which run 0, 1, ... inside each block, so that a layer is the same function in every block."""
 
     def __init__(self, rotary: nn.Module, like: Tensor, before: int = 0, size: int = 0):
         self.rotary, self.like, self.before = rotary, like, before
-        # All layers rotate whole blocks alike: one table for them.
+        # One table of cosines and sines for the whole blocks of all layers.
         self.table = self.at(torch.arange(-before, size, device=like.device)) if size else None
 
     def inside(self, x: Heads, front: int = 0) -> Heads:

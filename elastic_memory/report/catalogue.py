@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.memory import MEMORIES, Memory
+from elastic_memory.memory import MEMORIES, Memory, ParallelMemory
 from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM
 
 SIZE = "100m"
@@ -70,13 +70,13 @@ def overview() -> str:
         rows.append(
             [
                 f"`{name}`",
-                memory.phrase,
-                memory.source,
+                memory.info.phrase,
+                memory.info.source,
                 f"{known['carried']:,}",
                 f"{known['added']:,}",
                 "all" if len(layers) == memory.geometry.layers else ", ".join(map(str, layers)) or "none",
                 _reach(memory),
-                "parallel" if memory.parallel else "sequential",
+                "parallel" if isinstance(memory, ParallelMemory) else "sequential",
                 _joins(memory, layers),
             ]
         )
@@ -94,7 +94,7 @@ def page() -> str:
 def _section(name: str, kind: type[Memory]) -> str:
     known = [(multiple, found) for multiple in MULTIPLES if (found := facts(name, multiple))]
     memory = known[0][1]["memory"]
-    lines = [f"## {name}", f"{inspect.getdoc(kind)}", f"Source: {kind.source}."]
+    lines = [f"## {name}", f"{inspect.getdoc(kind)}", f"Source: {kind.info.source}."]
     if known[0][1]["counted"]:
         sizes = [
             [f"{multiple}x", f"{it['counted']:,}", f"{it['carried']:,}", f"{it['added']:,}", f"{it['whole']:,}"]

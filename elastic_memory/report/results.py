@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_memory.common.strict import parse_json, read_json
 from elastic_memory.report.tables import Table
-from elastic_memory.training.strict import parse_json, read_json
 
 # a run's result, checkpoints and model, or a prepared corpus: a folder that one of these files says all about
 CLOSED = {"run.json": "run", "manifest.json": "corpus"}

@@ -1,223 +1,35 @@
-"""`MemoryCache`: what a model remembers between calls, of constant size, for `generate` and for streams of any length.
+"""`MemoryCache`: what a model remembers between calls, in constant memory; for `generate` and streams of any length."""
 
-A block is folded into memory when the first token after it arrives, not before: so at least the newest token can
-always be taken back, and a rollback inside the open block is exact.
-"""
-
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from transformers.cache_utils import Cache
 
-from elastic_memory.fast.decoder import Decoder
+from elastic_memory.memory import State
 from elastic_memory.shapes import Int, Tensor
-from elastic_memory.streaming import memory_file
-from elastic_memory.streaming.composing import Composing, digest
-from elastic_memory.streaming.layer_cache import LayerStream, Part, Segment
+from elastic_memory.streaming import joining, memory_file
+from elastic_memory.streaming.reader import Reader
+from elastic_memory.streaming.texts import Part, digest, digest_text
 
 if TYPE_CHECKING:
     from elastic_memory.model.modeling import MemoryCausalLM
 
-
 TEXTS = 1000  # that a cache can tell were read; each is 32 characters in a memory file
-AT_ONCE = 2**14  # tokens of whole blocks that a stream reads in one go: enough for long products, little to hold
 
 
-class MemoryCache(Composing, Cache):
-    """State, open block and clock of each row of a batch.
+class MemoryCache(Reader):
+    """The memory, the open block and the clock of each row of a batch. Pass it as `past_key_values`.
 
-    `static=True` keeps room for a whole block from the beginning, and decodes single tokens by a CUDA graph.
+    A cache of one row given to a call with several rows is forked for each of them: one book, many questions.
 
-    Pass it as `past_key_values`. A cache of one row given to a call with several rows is forked for each of them: one
-    book, many questions.
+    `static=True` allocates a whole block from the start, and decodes single tokens by a CUDA graph.
 
-    `name` is what the text that is being read shall be called, once it is a part of more.
+    Set `name` to name the text that is being read; joined caches and memory files list the names of their parts.
     """
 
-    def __init__(self, model: "MemoryCausalLM", static: bool = False):
-        super().__init__(layers=[])
-        self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-        self.static = static
-        backbone = model.base_model
-        self.owner = backbone.layers
-        # Lists of their own: every token asks them, and modules are slow to find.
-        self.memories = [layer.memory for layer in backbone.layers]
-        self.attentions = [layer.self_attn for layer in backbone.layers]
-        self.locality = backbone.layers[0].locality
-        self.block_size = 2**62 if self.locality.kind == "full" else self.locality.block_size
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.streams: list[LayerStream] = []
-        self.seen: list[int] = []  # tokens in memory, by row
-        self.opened: list[int] = []  # tokens in the open block, by row
-        self.columns = 0  # columns fed so far, padding included
-        self.tokens: Tensor | None = None  # ids of the open block
-        self.name: str | None = None  # of the text that is being read
-        self.parts: list[list[Part]] = []  # by row: texts that have ended, before the one that is being read
-        self.digests: list[str | None] = []  # by row: of the present text's ids in memory; None if they are unknown
-        self.texts: list[str] = []  # what was read, as whoever gave it to the model calls it, newest last
-        self.decoder: Decoder | None = None
-        self.decoding = False  # whether the decoder's buffers are what this cache holds
-        self.recording = False
-        self.before: Self | None = None  # if recording: this cache as it was when its newest block closed
-        self.undo: dict[str, Any] | None = None  # inside a call: the fields to go back to if it fails
-
-    # -- clock ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def clock(self) -> list[int]:
-        """Tokens read so far, by row."""
-        return [seen + opened for seen, opened in zip(self.seen, self.opened, strict=True)]
-
-    @property
-    def batch(self) -> int:
-        """Number of rows; 0 before the first call."""
-        return len(self.seen)
-
-    def begin(self, batch: int, device: torch.device) -> None:
-        """Make room for `batch` rows, or check that they fit."""
-        if not self.streams:
-            self.mark()
-            sliding = self.locality.sliding
-            self.streams = [
-                LayerStream(memory, batch, device, keep_raw=sliding or bool(memory.start(1, "meta")))
-                for memory in self.memories
-            ]
-            self.seen, self.opened, self.digests, self.device = [0] * batch, [0] * batch, [""] * batch, device
-            self.parts = [[] for _ in range(batch)]
-        elif device != self.device:
-            raise ValueError(f"tokens on {device}, a cache on {self.device}: save it, and load it where the model is")
-        elif batch != self.batch:
-            if batch % self.batch:
-                raise ValueError(f"a call with {batch} rows on a cache of {self.batch}: give as many, or a multiple")
-            self.mark()
-            self.batch_repeat_interleave(batch // self.batch)
-
-    def segment(self, takes: list[int], rope: Any, device: torch.device) -> Segment:
-        """The next tokens of each row, `takes[b]` of them, as the layers see them."""
-        width = max(takes)
-        # Rows that merely end sooner need no mask: what stands behind their last token nobody can see.
-        uniform = len(set(zip(self.seen, self.opened, strict=True))) == 1
-        starts = torch.tensor(self.opened[:1] if uniform else self.opened)
-        positions = (starts[:, None] + torch.arange(width)).to(device)
-        window = self.block_size if self.locality.sliding else None
-        return Segment(list(self.opened), width, positions, rope.at(positions), list(self.seen), window)
-
-    def advance(self, takes: list[int], ids: Int[Tensor, "batch token"] | None) -> None:
-        """Move the clocks; remember the ids, from which a saved open block is computed anew."""
-        if ids is None:
-            self.tokens = None
-        elif self.tokens is not None or not any(self.opened):
-            room = max(opened + ids.shape[1] for opened in self.opened)
-            if self.tokens is None or self.tokens.shape[1] < room:
-                grown = ids.new_zeros(self.batch, max(64, 1 << (room - 1).bit_length()))
-                if self.tokens is not None:
-                    grown[:, : self.tokens.shape[1]] = self.tokens
-                self.tokens = grown
-            places = torch.tensor(self.opened, device=ids.device)[:, None] + torch.arange(
-                ids.shape[1], device=ids.device
-            )
-            self.tokens.scatter_(1, places, ids)
-        self.opened = [opened + take for opened, take in zip(self.opened, takes, strict=True)]
-
-    def full_rows(self, wanting: list[bool]) -> dict[int, list[int]]:
-        """Rows whose open block is complete and that have more to read, by tokens in memory."""
-        groups: dict[int, list[int]] = {}
-        for row, (seen, opened) in enumerate(zip(self.seen, self.opened, strict=True)):
-            if opened == self.block_size and wanting[row]:
-                groups.setdefault(seen, []).append(row)
-        return groups
-
-    def record(self) -> None:
-        """Before blocks close: keep what rolling back to before their end takes, if somebody might ask for it."""
-        if self.recording:
-            self.before = None  # or copies would hold copies
-            self.before = self.fork()
-
-    def closed(self, rows: list[int]) -> None:
-        """The open blocks of `rows`, all of one length, are in memory now."""
-        opened = self.opened[rows[0]]
-        blocks = [None] * len(rows) if self.tokens is None else self.tokens[rows, :opened].cpu()
-        for row, ids in zip(rows, blocks, strict=True):
-            self.digests[row] = digest(self.digests[row], ids)
-            self.seen[row] += self.opened[row]
-            self.opened[row] = 0
-        if self.tokens is not None:  # the next block's ids must not overwrite what a failing call goes back to
-            self.tokens = self.tokens.clone()
-
-    def whole_blocks(self, remaining: list[int]) -> int:
-        """How many blocks to read at once, each followed by more tokens: of rows with one clock, nothing open."""
-        alike = len(set(self.seen)) == 1 and not any(self.opened)
-        if not alike or self.recording or self.locality.sliding or not all(memory.parallel for memory in self.memories):
-            return 0
-        blocks = min(min(remaining) - 1, AT_ONCE // self.batch) // self.block_size
-        return blocks if blocks > 1 else 0
-
-    def passed(self, blocks: int, ids: Int[Tensor, "batch token"] | None) -> None:
-        """So many blocks of all rows are in memory now."""
-        self.tokens = None if ids is None else self.tokens
-        pieces = [None] * blocks if ids is None else ids.cpu().split(self.block_size, dim=1)
-        for piece in pieces:
-            for row in range(self.batch):
-                self.digests[row] = digest(self.digests[row], None if piece is None else piece[row])
-        self.seen = [seen + blocks * self.block_size for seen in self.seen]
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def refresh(self, rope: Any) -> None:
-        """Follow a change of retrieval settings since the last call, and say what became of the states."""
-        layers = zip(self.model.base_model.layers, self.streams, strict=True)
-        said = {stream.refresh(self.seen, layer.host(rope), self.model.dtype) for layer, stream in layers} - {None}
-        for sentence in sorted(filter(None, said)):
-            warnings.warn(f"memory of a warm cache: {sentence}", stacklevel=4)
-
-    # -- calls that fail -----------------------------------------------------------------------------------------------
-
-    @torch.compiler.disable(recursive=False)  # what `forward` computes may be compiled all the same
-    def whole_call(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What `forward` returns; if it fails, the cache is as it was.
-
-        No tensor is copied for that: a call writes into open blocks behind what was read, and replaces all else.
-        """
-        if self.undo is not None:  # a call inside a call
-            return forward(*args, **kwargs)
-        self.undo = {"opened": self.opened, "columns": self.columns}  # all that a step of the decoder changes
-        try:
-            return forward(*args, **kwargs)
-        except BaseException:
-            self.__dict__.update(self.undo, decoding=False)
-            raise
-        finally:
-            self.undo = None
-
-    def mark(self, anew: bool = False) -> None:
-        """Before more than the clocks changes: keep it to go back to; `anew`, even if something is kept already."""
-        if self.undo is not None and (anew or "streams" not in self.undo):
-            self.undo = vars(self._view())
-
-    @contextmanager
-    def newest_again(self) -> Iterator[None]:
-        """Take the newest token back, to be read again inside; if nothing is read, it is still there afterwards."""
-        opened, columns = self.opened, self.columns
-        self.rollback(1)
-        clock = self.clock
-        try:
-            yield
-        finally:
-            if self.clock == clock:
-                self.opened, self.columns = opened, columns
-
-    def note_text(self, *digests: str) -> None:
-        """Remember that texts, given by 32 hexadecimal digits, were read: memory files tell them from new ones."""
-        self.texts = [*self.texts, *digests][-TEXTS:]
-
-    # -- rows, time travel ---------------------------------------------------------------------------------------------
+    # -- rows and rollback ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
     def select(self, rows: Int[Tensor, " rows"]) -> None:
@@ -232,27 +44,6 @@ class MemoryCache(Composing, Cache):
         if self.before is not None:
             self.before.select(rows)
 
-    def _view(self) -> Self:
-        """A copy with clocks and lists of its own, on the same tensors."""
-        copy = type(self).__new__(type(self))
-        copy.__dict__.update(self.__dict__)
-        copy.seen, copy.opened, copy.digests = list(self.seen), list(self.opened), list(self.digests)
-        copy.parts = [list(parts) for parts in self.parts]
-        copy.streams = [stream.view() for stream in self.streams]
-        copy.before = None if self.before is None else self.before._view()
-        copy.undo = None
-        return copy
-
-    @torch.inference_mode(False)
-    def fork(self) -> Self:
-        """An independent copy; the original goes on unaffected."""
-        copy = self._view()
-        copy.tokens = None if self.tokens is None else self.tokens.clone()
-        copy.streams = [stream.fork() for stream in self.streams]
-        copy.decoder, copy.decoding = None, False  # it has buffers of its own, so its graph must be its own
-        copy.before = None if self.before is None else self.before.fork()
-        return copy
-
     def __copy__(self) -> Self:
         return self.fork()
 
@@ -262,8 +53,8 @@ class MemoryCache(Composing, Cache):
     def rollback(self, tokens: int) -> None:
         """Take back the newest tokens of every row: exact inside the open block, an error beyond it.
 
-        From `activate_past_recording()` on, the block before the open one can be taken back too, if all rows are back
-        in it then.
+        After `activate_past_recording()` the block before the open one can be taken back too, if all rows are back in
+        it then.
         """
         if tokens < 0:
             raise ValueError(f"rollback({tokens}): give the number of tokens to take back")
@@ -287,6 +78,158 @@ class MemoryCache(Composing, Cache):
         """Whether these times are in the open blocks."""
         spans = zip(self.seen, clock, self.clock, strict=True)
         return bool(self.streams) and all(seen <= then <= now for seen, then, now in spans)
+
+    @contextmanager
+    def newest_again(self) -> Iterator[None]:
+        """Take the newest token back, to be read again inside; if nothing is read, it is still there afterwards."""
+        opened, columns = self.opened, self.columns
+        self.rollback(1)
+        clock = self.clock
+        try:
+            yield
+        finally:
+            if self.clock == clock:
+                self.opened, self.columns = opened, columns
+
+    # -- texts ---------------------------------------------------------------------------------------------------------
+
+    def holds(self, ids: Int[Tensor, "rows column"], mask: Int[Tensor, "rows column"] | None = None) -> bool:
+        """Whether `ids` begins with all that was read. False if some of that was embeddings, whose ids are unknown."""
+        if len(ids) % self.batch or ids.shape[1] < self.columns:
+            return False
+        repeats, columns = len(ids) // self.batch, ids[:, : self.columns].cpu().long()
+        real = torch.ones_like(columns) if mask is None else mask[:, : self.columns].cpu()
+        return all(self._has_read(row // repeats, columns[row, real[row] != 0]) for row in range(len(ids)))
+
+    def _has_read(self, row: int, ids: Int[Tensor, " token"]) -> bool:
+        """Whether a row has read exactly the last of these tokens: what comes before them is padding."""
+        seen, opened, known = self.seen[row], self.opened[row], self.digests[row]
+        if known is None or len(ids) < seen + opened or (opened and self.tokens is None):
+            return False
+        ids = ids[len(ids) - seen - opened :]
+        if opened and not torch.equal(ids[seen:], self.tokens[row, :opened].cpu()):  # type: ignore[index]
+            return False
+        for part in [*self.parts[row], Part(self.name, self._closed_tokens(row), known)]:
+            if digest_text(ids[: part.tokens], self.block_size) != part.digest:
+                return False
+            ids = ids[part.tokens :]
+        return True
+
+    def close(self) -> None:
+        """End the text that is being read, and the open block with it: what follows starts a new block.
+
+        `name` is then that of the text that follows.
+        """
+        if self.locality.kind != "block":
+            raise ValueError(f"close(): {self.locality.kind} attention has no blocks that could end early")
+        if self.streams:
+            self.whole_call(self._close)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _close(self) -> None:
+        self.mark()
+        self.refresh()
+        self.record()
+        parts = [self.ended_parts(row) for row in range(self.batch)]
+        self.close_rows(self.model.base_model, [row for row in range(self.batch) if self.opened[row]])
+        self.parts, self.digests, self.name, self.decoding = parts, [""] * self.batch, None, False
+
+    def ended_parts(self, row: int) -> list[Part]:
+        """The parts of a row, if the text that is being read ended here."""
+        opened, known = self.opened[row], self.digests[row]
+        if opened:
+            known = digest(known, None if self.tokens is None else self.tokens[row, :opened].cpu())
+        tokens = self._closed_tokens(row) + opened
+        return [*self.parts[row], Part(self.name, tokens, known)] if tokens else self.parts[row]
+
+    def _closed_tokens(self, row: int) -> int:
+        """Tokens in memory of the text that is being read."""
+        return self.seen[row] - sum(part.tokens for part in self.parts[row])
+
+    @classmethod
+    def join(cls, caches: Iterable[Self], approximate: bool = False) -> Self:
+        """The cache that has read what these have read, in this order; they are not changed.
+
+        It equals one stream that is closed (`close`) after each of them but the last. Where that holds only
+        approximately, with several memory layers or sliding attention, `approximate=True` is required.
+        """
+        return joining.join(caches, approximate)  # type: ignore[return-value]
+
+    def read(self, ids: Int[Tensor, "batch token"], group: Any = None) -> None:
+        """Read tokens without computing their logits: the same memory as a call of the model gives, but faster.
+
+        Blocks are compressed in parallel and joined where that is exact; elsewhere they are read in order. With a
+        `group` of torch.distributed each process reads a share: all give the whole `ids` and get the whole memory.
+        """
+        self.whole_call(joining.read, self, ids, group)
+
+    def note_text(self, *digests: str) -> None:
+        """Remember that texts were read, each given by 32 hexadecimal digits: memory files list them."""
+        self.texts = [*self.texts, *digests][-TEXTS:]
+
+    # -- states made elsewhere: joined, compressed in parallel, loaded -------------------------------------------------
+
+    def prepend(self, states: dict[int, State], parts: list[list[Part]], columns: int, texts: list[str]) -> None:
+        """Have read other `parts` first: `states`, by layer, are those after them and all that is in memory here."""
+        self.before = None
+        for row, ended in enumerate(parts):
+            self.seen[row] += sum(part.tokens for part in ended)
+            self.parts[row] = [*ended, *self.parts[row]]
+        self.columns += columns
+        self.texts = [*texts, *self.texts][-TEXTS:]
+        self._replace_states(states, keep_open=self.locality.sliding)
+        if not self.locality.sliding:  # the open block has not seen what came before
+            self.read_open_again()
+
+    def absorb(self, states: dict[int, State], ids: Int[Tensor, "batch token"]) -> None:
+        """Have read `ids`, the open block and whole ones after it: `states`, by layer, are those after them."""
+        self.columns += ids.shape[1] - max(self.opened)
+        self.opened, self.tokens = [0] * self.batch, None
+        self.passed(ids.shape[1] // self.block_size, ids)
+        self._replace_states(states, keep_open=False)
+
+    def _replace_states(self, states: dict[int, State], keep_open: bool) -> None:
+        rope = self.model.base_model.rope()
+        for index, (layer, stream) in enumerate(zip(self.owner, self.streams, strict=True)):
+            state = states.get(index, stream.state)
+            stream.replace_state(state, self.seen, layer.host(rope), self.model.dtype, keep_open)
+        self.decoding = False
+
+    def read_open_again(self) -> None:
+        """Read the open block again, as after a change of what came before it; embeddings cannot be."""
+        ids, opened, columns = self.tokens, self.opened, self.columns
+        if not any(opened):
+            return
+        if ids is None:
+            raise ValueError("the open block was fed as embeddings, so it cannot be read again: close() it first")
+        ids = ids[:, : max(opened)].clone()
+        mask = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(opened, device=ids.device)[:, None]
+        self.opened = [0] * self.batch
+        self.feed(self.model.base_model, ids, None, mask, keep=1)
+        self.columns = columns
+
+    def described(self) -> dict[str, Any]:
+        """Clocks and texts, as a memory file describes them."""
+        fields = ("seen", "opened", "columns", "digests", "name", "texts")
+        return {name: getattr(self, name) for name in fields} | {"parts": self.parts if any(self.parts) else []}
+
+    def restore(self, described: dict[str, Any], tokens: Tensor | None, layers: list[dict[str, Tensor]]) -> None:
+        """Become what a memory file describes, given the ids of its open block and the tensors of each layer.
+
+        Files written before digests and parts were kept lack those.
+        """
+        rows = len(described["seen"])
+        self.reset()
+        self.begin(rows, next(self.model.parameters()).device)
+        self.seen, self.columns = list(described["seen"]), described["columns"]
+        self.digests = described.get("digests", [None] * rows)
+        self.name, self.texts = described.get("name"), described["texts"]
+        self.parts = [[Part(*part) for part in row] for row in described.get("parts") or [()] * rows]
+        rope = self.model.base_model.rope()
+        for layer, stream, named in zip(self.owner, self.streams, layers, strict=True):
+            stream.restore(named, self.seen, layer.host(rope), self.model.dtype)
+        self.opened, self.tokens = list(described["opened"]), tokens
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -324,7 +267,7 @@ class MemoryCache(Composing, Cache):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """As for any cache that has kept everything; no such mask is ever used."""
+        """As for a cache that has kept everything; no such mask is ever used."""
         return self.columns + query_length, 0
 
     def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
@@ -346,7 +289,7 @@ class MemoryCache(Composing, Cache):
         self.rollback(-int(tokens_to_remove))  # speculative decoding counts in tensors
 
     def activate_past_recording(self) -> None:
-        """Keep one block more, so that speculative decoding can take back what it has read across a block's end.
+        """Keep one more block, so that speculative decoding can take back tokens across the end of a block.
 
         It stays on until `reset()`: a cache that has served speculative decoding holds up to twice as much.
         """
@@ -358,7 +301,7 @@ class MemoryCache(Composing, Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """No layer of transformers' kind."""
+        """No layer is of transformers' sliding kind."""
         return [False] * len(self.memories)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What tells models apart: all of their weights, and every setting that changes what they compute."""
+"""Fingerprints of models: hashes of all weights, and of every setting that changes what a model computes."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic_memory.shapes import Tensor
 
-# Settings that change nothing a trained model computes in one call.
+# Settings that do not change what a trained model computes in one call.
 NOTES = {
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
     "id2label", "initializer_range", "label2id", "pad_token_id", "pretraining_tp", "problem_type", "torch_dtype",
@@ -23,22 +23,22 @@ _hashed: WeakKeyDictionary[nn.Module, tuple[list[Any], str]] = WeakKeyDictionary
 
 
 def fingerprint(model: Any) -> str:
-    """A hash of weights and settings, and of how a memory is read at present."""
+    """A hash of weights, settings, and how memories are read at present."""
     retrieval = [repr(memory.retrieval) for memory in getattr(model, "memories", {}).values()]
-    told = json.dumps([weights_hash(model), settings(model), retrieval], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    described = json.dumps([weights_hash(model), settings(model), retrieval], sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()
 
 
 def settings(model: Any) -> dict[str, Any]:
-    """What a model's function depends on besides its weights, as JSON holds it."""
-    told = {name: value for name, value in model.config.to_diff_dict().items() if name not in NOTES}
-    return json.loads(json.dumps(told, default=str))
+    """All that a model's function depends on besides its weights, as JSON."""
+    kept = {name: value for name, value in model.config.to_diff_dict().items() if name not in NOTES}
+    return json.loads(json.dumps(kept, default=str))
 
 
 def weights_hash(model: nn.Module) -> str:
-    """SHA-256 of every tensor of a model, computed anew when one of them has changed.
+    """SHA-256 of every tensor of a model, computed again only when one of them has changed.
 
-    In-place changes are counted by torch (`_version`), but not those of `.data`: hence the sums.
+    torch counts in-place changes (`_version`), but not those of `.data`: hence the sums.
     """
     tensors = [part for name, tensor in model.state_dict().items() for part in _parts(name, tensor)]
     sums = torch.stack([_sum(tensor).cpu() for _, tensor in tensors]).tolist() if tensors else []
@@ -49,17 +49,17 @@ def weights_hash(model: nn.Module) -> str:
         digest = hashlib.sha256()
         for name, tensor in tensors:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         _hashed[model] = now, digest.hexdigest()
     return _hashed[model][1]
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors that a tensor consists of: itself, or those of a quantised or distributed one."""
+    """The plain tensors inside a tensor: itself, or the parts of a quantised or distributed one."""
     if not isinstance(tensor, Tensor):
         return
     if tensor.is_meta:
-        raise ValueError(f"{name} is not in memory: load the model whole, without offloading, to tell it from others")
+        raise ValueError(f"{name} is not in memory, so the model cannot be identified: load it without offloading")
     if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor.detach()
         return
@@ -68,7 +68,7 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, eight bytes at a time where they fit: as fast as memory."""
+    """The sum of a tensor's bits, eight bytes at a time where possible: as fast as memory bandwidth allows."""
     flat = tensor.contiguous().flatten()
     size = flat.element_size()
     together = max(1, 8 // size)

@@ -13,7 +13,6 @@ import torch
 
 from elastic_memory.attention import without_cudnn
 from elastic_memory.memory import Block, Memory, State
-from elastic_memory.model.layer import MemoryLayer, Rope
 from elastic_memory.shapes import Int, Tensor
 from elastic_memory.streaming import memory_file
 from elastic_memory.streaming.fingerprint import settings, weights_hash
@@ -82,9 +81,8 @@ def join(caches: Iterable["MemoryCache"], approximate: bool) -> "MemoryCache":
     if last is None:
         raise ValueError("no caches to join: give at least one")
     result = last.fork()
-    result.before = None
     if before is not None:
-        _put_behind(result, before)
+        before.put_before(result)
     return result
 
 
@@ -110,6 +108,16 @@ class _Ended:
             self.histories[index] = [one.then(two, memory) for one, two in pairs]
         return self
 
+    def put_before(self, cache: "MemoryCache") -> None:
+        """Let `cache` have read all of this first."""
+        states = {}
+        for index, rows in self.histories.items():
+            own = [_history(cache, index, row, whole=False) for row in range(cache.batch)]
+            memory = cache.streams[index].memory
+            joined = [one.then(two, memory).state for one, two in zip(rows, own, strict=True)]
+            states[index] = tuple(torch.cat(parts).float() for parts in zip(*joined, strict=True))
+        cache.prepend(states, self.parts, self.columns, self.texts)
+
 
 def _history(cache: "MemoryCache", index: int, row: int, whole: bool) -> History:
     """What a layer remembers of a row; `whole`: of its open block, too."""
@@ -118,36 +126,6 @@ def _history(cache: "MemoryCache", index: int, row: int, whole: bool) -> History
     if opened:
         state = stream.memory.write(state, stream.block([row], opened), seen)
     return History(tuple(part.double() for part in state), seen + opened)
-
-
-def _put_behind(cache: "MemoryCache", before: _Ended) -> None:
-    """Let `cache` have read what came `before`, too."""
-    for index, rows in before.histories.items():
-        stream = cache.streams[index]
-        own = (_history(cache, index, row, whole=False) for row in range(cache.batch))
-        states = [one.then(two, stream.memory).state for one, two in zip(rows, own, strict=True)]
-        stream.state = tuple(torch.cat(parts).float() for parts in zip(*states, strict=True))
-    for row, parts in enumerate(before.parts):
-        cache.seen[row] += sum(part.tokens for part in parts)
-        cache.parts[row] = [*parts, *cache.parts[row]]
-    cache.columns += before.columns
-    own, cache.texts = cache.texts, before.texts
-    cache.note_text(*own)
-    _read_anew(cache, keep_open=cache.locality.sliding)
-    if not cache.locality.sliding:  # the open block has not seen what came before: it is read again
-        cache.read_open_again()
-
-
-def _read_anew(cache: "MemoryCache", keep_open: bool) -> None:
-    """What the next tokens read from new states; open blocks are forgotten unless they are to be kept."""
-    model = cache.model
-    rope = model.base_model.rope()
-    for layer, stream in zip(model.base_model.layers, cache.streams, strict=True):
-        kept = stream.open_tokens() if keep_open else {}
-        stream.retrieval = stream.memory.retrieval
-        stream.read_anew(cache.seen, layer.host(rope), model.dtype)
-        stream.reopen(kept)
-    cache.decoding = False
 
 
 def _check(cache: Any, last: "MemoryCache | None", what: str) -> None:
@@ -188,7 +166,7 @@ def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = Non
     backbone, size = cache.model.base_model, cache.block_size
     cache.begin(len(ids), ids.device)
     cache.mark()
-    cache.refresh(backbone.rope())
+    cache.refresh()
     uniform = len(set(zip(cache.seen, cache.opened, strict=True))) == 1
     probed = any(attention.corrupt is not None for attention in cache.attentions)
     known = cache.tokens is not None or not any(cache.opened)
@@ -202,15 +180,13 @@ def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = Non
         backbone(input_ids=ids, past_key_values=cache, keep=1)
         return
     whole, rest = rest.split([blocks * size, rest.shape[1] - blocks * size], dim=1)
+    states = {}
     for index, stream in enumerate(cache.streams):
         if stream.state:
             before = History(tuple(part.double() for part in stream.state), cache.seen[0])
             state = before.then(_compress(backbone, index, whole, group), stream.memory).state
-            stream.state = tuple(part.float() for part in state)
-    cache.opened, cache.tokens = [0] * cache.batch, None
-    cache.passed(blocks, whole)
-    cache.columns += ids.shape[1] - rest.shape[1]
-    _read_anew(cache, keep_open=False)
+            states[index] = tuple(part.float() for part in state)
+    cache.absorb(states, whole)
     backbone(input_ids=rest, past_key_values=cache, keep=1)
 
 
@@ -233,14 +209,14 @@ def _read_share(backbone: Any, index: int, ids: Int[Tensor, "batch token"]) -> H
     """The state after whole blocks, of which only the layers below are computed: no block waits for another."""
     layer = backbone.layers[index]
     memory, size = layer.memory, layer.locality.block_size
-    rope = Rope(backbone.rotary_emb, backbone.embed_tokens.weight, size=size)
+    rope = backbone.rope(size)
     result = History(tuple(part.double() for part in memory.start(len(ids), ids.device)), 0)
     some = max(1, AT_ONCE // len(ids) // size) * size
     for piece in ids.split(some, dim=1) if ids.shape[1] else ():
         hidden = backbone.residual(backbone.embed_tokens(piece))
         with without_cudnn():
             for lower in backbone.layers[:index]:
-                hidden = MemoryLayer.blocks(lower, hidden, rope)
+                hidden = type(lower).blocks(lower, hidden, rope)
         _, key, value = layer.self_attn.project(layer.input_layernorm(hidden))
         state = memory.write(memory.start(len(ids), ids.device), Block(key, value), 0)
         result = result.then(History(tuple(part.double() for part in state), piece.shape[1]), memory)

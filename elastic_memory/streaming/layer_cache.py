@@ -1,45 +1,38 @@
-"""What a layer keeps between calls: the memory state, its reading, and the open block's keys and values.
+"""One layer's part of a cache: its memory state, what it reads from it, and the keys and values of the open block.
 
-Rows have clocks of their own. Where all agree no mask is built; where they differ one mask per call says who sees what.
+Each row has its own clock. A mask is built only for calls whose rows differ.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from elastic_memory.memory import Block, Host, Memory, Reading, State
+from elastic_memory.attention import rotate
+from elastic_memory.memory import Block, Host, Memory, Reading, State, SummaryTokenMemory
 from elastic_memory.shapes import Bool, Int, Tensor
 
-SMALLEST = 64  # tokens of room a fresh open block starts with; doubled as it fills
-
-
-class Part(NamedTuple):
-    """Tokens that were read as one text, whose last block ended with it."""
-
-    name: str | None
-    tokens: int
-    digest: str | None  # of the ids, block by block; None if they are unknown
+SMALLEST = 64  # tokens that the buffers of a new block have room for; doubled as it fills
 
 
 @dataclass
 class Segment:
-    """Some tokens of each row, all inside that row's open block: `width` columns, of which row b uses its first few."""
+    """The next tokens of each row, all in its open block: `width` columns, of which a row may use only the first."""
 
     opened: list[int]  # tokens of the open block before the segment, by row
     width: int
     positions: Int[Tensor, "rows token"]  # inside the block; one row where all agree
-    rope: tuple[Tensor, Tensor]
+    rope: tuple[Tensor, Tensor]  # cosines and sines at these positions
     seen: list[int]  # tokens in memory, by row
     window: int | None  # sliding attention looks back this far
-    masks: dict[Any, Tensor] = field(default_factory=dict)
+    masks: dict[Any, Tensor] = field(default_factory=dict)  # shared by layers with the same columns
 
     @property
     def uniform(self) -> bool:
-        """Whether all rows have one clock."""
+        """Whether all rows have the same clock."""
         return self.positions.shape[0] == 1
 
-    def mask(self, stream: "LayerStream") -> Bool[Tensor, "rows 1 token column"]:
+    def mask(self, stream: "LayerCache") -> Bool[Tensor, "rows 1 token column"]:
         """Which of the layer's columns each token sees: memory, previous block, open block."""
         memory, before = stream.memory_columns, stream.front - stream.memory_columns
         key = (memory, before, tuple(stream.counts))
@@ -52,29 +45,29 @@ class Segment:
         return self.masks[key]
 
 
-class LayerStream:
-    """One layer's part of a `MemoryCache`."""
+class LayerCache:
+    """One layer's part of a `MemoryCache`; `layer` is a `MemoryLayer` throughout."""
 
     def __init__(self, memory: Memory, batch: int, device: torch.device, keep_raw: bool):
         self.memory = memory
         self.state: State = memory.start(batch, device)
-        self.reading: Reading | None = None  # for rows with fewer columns than others, zeros fill it up
+        self.reading: Reading | None = None  # padded with zeros for rows with fewer columns
         self.counts = [0] * batch  # columns of the reading that are real, by row
-        self.retrieval = memory.retrieval
+        self.retrieval = memory.retrieval  # the settings that the reading was made with
         self.window: tuple[Tensor, Tensor] | None = None  # the previous block, for sliding attention
-        self.open: dict[str, Tensor] = {}
-        # Attention needs rotated keys, memory raw ones; outputs only where the mechanism says so.
-        needed = {"raw": keep_raw, "output": memory.tail() is not None}
+        self.open: dict[str, Tensor] = {}  # buffers of the open block; in keys and values after the front columns
+        # Attention needs rotated keys, memory raw ones; outputs only if the mechanism has a tail.
+        needed = {"raw": keep_raw, "output": isinstance(memory, SummaryTokenMemory)}
         self.kept = {"key", "value"} | {name for name, wanted in needed.items() if wanted}
 
     @property
     def memory_columns(self) -> int:
-        """Columns of memory in front of the open block."""
+        """Columns of memory in front of the open block, in the same softmax."""
         return self.reading[0].shape[2] if self.reading and self.memory.shares_softmax else 0
 
     @property
     def front(self) -> int:
-        """All columns in front of the open block."""
+        """All columns in front of the open block: memory, then the previous block."""
         return self.memory_columns + (self.window[0].shape[2] if self.window else 0)
 
     @property
@@ -85,50 +78,121 @@ class LayerStream:
         counts = torch.tensor(self.counts, device=self.reading[0].device)
         return torch.arange(self.reading[0].shape[2], device=counts.device) < counts[:, None]
 
+    # -- tokens of the open block, and its end -------------------------------------------------------------------------
+
+    def step(self, layer: Any, hidden: Tensor, segment: Segment) -> Tensor:
+        """The layer's output for the next tokens of each row, whose keys and values are kept in the open block."""
+        attention = layer.self_attn
+        query, key, value = attention.project(layer.input_layernorm(hidden))
+        rotated, rotated_key = (rotate(x, *segment.rope).to(x.dtype) for x in (query, key))
+        self.append(segment, key=rotated_key, value=value, raw=key)
+        columns = self.columns(segment)
+        if attention.corrupt is not None:
+            noisy = attention.corrupt(*(x[:, :, self.front :] for x in columns))
+            key, value = (torch.cat((x[:, :, : self.front], y), 2) for x, y in zip(columns, noisy, strict=True))
+            columns = key, value
+        mask = segment.mask(self) if segment.window is not None or not segment.uniform else None
+        mixed = attention.mix(query, rotated, *columns, self.reading, mask, self.visible)
+        output = layer.finish(hidden, mixed)
+        self.append(segment, output=output)
+        return output
+
+    def pass_blocks(self, layer: Any, hidden: Tensor, rope: Any, seen: int) -> Tensor:
+        """The layer's output for whole blocks, written into memory; rows have the same clock and nothing open.
+
+        Attention runs over all blocks at once, as in training; memory is written and read block by block.
+        """
+        heads = layer.self_attn.project(layer.input_layernorm(hidden))
+        size, host, rows, readings = self.memory.geometry.block_size, layer.host(rope), list(range(len(hidden))), []
+        for start in range(0, hidden.shape[1], size):
+            if self.reading:
+                readings.append(self.reading)
+            block = Block(*(x[:, :, start : start + size] for x in heads[1:]))
+            self._write(rows, block, seen + start, host, None)
+        return layer.attend_blocks(hidden, rope, heads, readings)
+
+    def close(self, layer: Any, rope: Any, rows: list[int], seen: int, size: int) -> None:
+        """Write the open blocks of `rows` into memory: `size` tokens each, after `seen` others."""
+        fetched = layer.fetch()
+        block = self.block(rows, size)
+        tail = None if block.output is None else layer.tail(block.output)
+        if tail is not None:
+            columns = self.block_columns(rows, size)
+            had = self.reading if self.counts[rows[0]] else None
+            reading = had and tuple(part[rows] for part in had)
+            block = block._replace(tail=layer.behind(tail, rope, columns, reading, size))
+        window = None
+        if layer.locality.sliding:
+            window = rope(block.key, torch.arange(-size, 0, device=block.key.device)), block.value
+        self._write(rows, block, seen, layer.host(rope), window)
+        layer.put_back(fetched)
+
+    def columns(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """All keys and values that the segment's tokens may see."""
+        end = self.front + max(segment.opened) + segment.width
+        return self.open["key"][:, :, :end], self.open["value"][:, :, :end]
+
+    def block_columns(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that tokens after the open block would see, for `rows` with the same clock."""
+        count, front = self.counts[rows[0]] if self.memory.shares_softmax else 0, self.front
+        key, value = (
+            torch.cat((self.open[name][rows, :, :count], self.open[name][rows, :, front : front + size]), dim=2)
+            for name in ("key", "value")
+        )
+        return key, value
+
+    def block(self, rows: list[int], size: int) -> Block:
+        """The open block of `rows`, `size` tokens each."""
+        output = self.open["output"][rows, :size] if "output" in self.open else None
+        value = self.open["value"][rows, :, self.front : self.front + size]
+        # Without memory nobody reads the raw keys: the values stand in for them.
+        key = self.open["raw"][rows, :, :size] if "raw" in self.open else value
+        return Block(key, value, output)
+
+    def _write(
+        self, rows: list[int], block: Block, seen: int, host: Host, window: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Write `block` into the state of `rows`, read for the next block, and clear the open one."""
+        state = self.memory.write(tuple(self._of(rows, part) for part in self.state), block, seen)
+        self.state = tuple(_put(old, rows, new) for old, new in zip(self.state, state, strict=True))
+        reading = self.memory.read(state, seen + block.key.shape[2], host)
+        kept = self.open_tokens() if len(rows) < len(self.counts) else {}
+        self._merge(rows, reading, block.value.dtype)
+        if window is not None:
+            old = self.window or tuple(part.new_zeros(len(self.counts), *part.shape[1:]) for part in window)
+            pairs = zip(old, window, strict=True)
+            self.window = tuple(_put(a.to(b.dtype), rows, b) for a, b in pairs)  # type: ignore[assignment]
+        self.reopen(kept)
+
+    def _of(self, rows: list[int], part: Tensor) -> Tensor:
+        """Some rows of a tensor; all of them without indexing, which avoids a GPU synchronisation."""
+        return part if len(rows) == len(self.counts) else part[rows]
+
+    # -- buffers of the open block -------------------------------------------------------------------------------------
+
+    def _layout(self, name: str) -> tuple[int, int]:
+        """The token axis of a buffer, and how many columns it has in front of the open tokens."""
+        return (1 if name == "output" else 2), (self.front if name in ("key", "value") else 0)
+
     def append(self, segment: Segment, **tensors: Tensor) -> None:
-        """Put the segment's keys, values, ... behind the open tokens of each row."""
+        """Put the segment's keys, values, ... after the open tokens of each row."""
         for name, tensor in tensors.items():
             if name not in self.kept:
                 continue
-            axis = 1 if name == "output" else 2
-            front = self.front if name in ("key", "value") else 0
-            buffer = self._room(name, tensor, axis, front, max(segment.opened) + segment.width)
+            axis, front = self._layout(name)
+            buffer = self._room(name, tensor, max(segment.opened) + segment.width)
             if segment.uniform:
                 buffer.narrow(axis, front + segment.opened[0], segment.width).copy_(tensor)
             else:
-                index = front + segment.positions.reshape(
-                    -1, *[1] * (axis - 1), segment.width, *[1] * (tensor.ndim - axis - 1)
-                )
+                shape = (-1, *[1] * (axis - 1), segment.width, *[1] * (tensor.ndim - axis - 1))
+                index = front + segment.positions.reshape(shape)
                 buffer.scatter_(axis, index.expand_as(tensor), tensor)
 
-    def room(self, tokens: int, backbone: Any) -> dict[str, Tensor]:
-        """Empty buffers, with room for exactly `tokens` open tokens behind the front."""
-        geometry, weight = self.memory.geometry, backbone.embed_tokens.weight
-        rooms = {}
-        for name in self.kept:
-            front = self.front if name in ("key", "value") else 0
-            shape: tuple[int, ...] = (len(self.counts), geometry.kv_heads, front + tokens, geometry.head_dim)
-            if name == "output":
-                shape = (len(self.counts), tokens, geometry.width)
-            rooms[name] = weight.new_zeros(shape)
-        return rooms
-
-    def move(self, rooms: dict[str, Tensor]) -> None:
-        """Go on in these buffers, with what the present ones hold."""
-        for name, room in rooms.items():
-            axis = 1 if name == "output" else 2
-            old = self.open.get(name)
-            if old is None and self.front and name in ("key", "value"):
-                old = self._front(name)
-            if old is not None and old is not room:
-                kept = min(old.shape[axis], room.shape[axis])
-                room.narrow(axis, 0, kept).copy_(old.narrow(axis, 0, kept))
-        self.open = dict(rooms)
-
-    def _room(self, name: str, like: Tensor, axis: int, front: int, tokens: int) -> Tensor:
-        """The buffer called `name`, with room for `tokens` open tokens behind its front columns."""
+    def _room(self, name: str, like: Tensor, tokens: int) -> Tensor:
+        """The buffer called `name`, with room for `tokens` open tokens; it grows if it has to."""
+        axis, front = self._layout(name)
         buffer = self.open.get(name)
-        # Another precision than before: under autocast or no longer, or the model was cast.
+        # The precision changes when autocast begins or ends, or the model is cast.
         if buffer is None or buffer.shape[axis] < front + tokens or buffer.dtype != like.dtype:
             shape = list(like.shape)
             shape[axis] = front + max(SMALLEST, 1 << (tokens - 1).bit_length())
@@ -143,82 +207,55 @@ class LayerStream:
         return buffer
 
     def _front(self, name: str) -> Tensor:
-        """What stands in front of the open keys or values: memory, then the previous block."""
+        """What stands in front of the open keys or values."""
         part = ("key", "value").index(name)
         parts = [self.reading[part]] if self.memory_columns and self.reading else []
         parts += [self.window[part]] if self.window else []
         return torch.cat(parts, dim=2)
 
-    def columns(self, segment: Segment) -> tuple[Tensor, Tensor]:
-        """All keys and values the segment's tokens may see."""
-        end = self.front + max(segment.opened) + segment.width
-        return self.open["key"][:, :, :end], self.open["value"][:, :, :end]
+    def room(self, tokens: int, backbone: Any) -> dict[str, Tensor]:
+        """Empty buffers with room for exactly `tokens` open tokens."""
+        geometry, weight = self.memory.geometry, backbone.embed_tokens.weight
+        rooms = {}
+        for name in self.kept:
+            _, front = self._layout(name)
+            shape: tuple[int, ...] = (len(self.counts), geometry.kv_heads, front + tokens, geometry.head_dim)
+            if name == "output":
+                shape = (len(self.counts), tokens, geometry.width)
+            rooms[name] = weight.new_zeros(shape)
+        return rooms
 
-    def block_columns(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that tokens behind the open block of `rows` would see (rows with one clock)."""
-        count, front = self.counts[rows[0]] if self.memory.shares_softmax else 0, self.front
-        key, value = (
-            torch.cat((self.open[name][rows, :, :count], self.open[name][rows, :, front : front + size]), dim=2)
-            for name in ("key", "value")
-        )
-        return key, value
-
-    def block(self, rows: list[int], size: int) -> Block:
-        """The open block of some rows, of `size` tokens each."""
-        output = self.open["output"][rows, :size] if "output" in self.open else None
-        value = self.open["value"][rows, :, self.front : self.front + size]
-        # Without memory nobody reads the raw keys; the values stand in for their shape.
-        key = self.open["raw"][rows, :, :size] if "raw" in self.open else value
-        return Block(key, value, output)
-
-    def close(self, rows: list[int], block: Block, seen: int, host: Host, window: tuple[Tensor, Tensor] | None) -> None:
-        """Write `block` of `rows` into the state, read for the next block, and clear what the rows had open."""
-        state = self.memory.write(tuple(self._of(rows, part) for part in self.state), block, seen)
-        self.state = tuple(_put(old, rows, new) for old, new in zip(self.state, state, strict=True))
-        reading = self.memory.read(state, seen + block.key.shape[2], host)
-        kept = self.open_tokens() if len(rows) < len(self.counts) else {}
-        self._merge(rows, reading, block.value.dtype)
-        if window is not None:
-            old = self.window or tuple(part.new_zeros(len(self.counts), *part.shape[1:]) for part in window)
-            pairs = zip(old, window, strict=True)
-            self.window = tuple(_put(a.to(b.dtype), rows, b) for a, b in pairs)  # type: ignore[assignment]
-        self.reopen(kept)
-
-    def _of(self, rows: list[int], part: Tensor) -> Tensor:
-        """Some rows of a tensor; all of them without a list of indices, for which a GPU would have to be waited for."""
-        return part if len(rows) == len(self.counts) else part[rows]
-
-    def pass_blocks(self, key: Tensor, value: Tensor, seen: int, host: Host) -> list[Reading]:
-        """Fold whole blocks of all rows, which have one clock and nothing open, into memory; what each reads."""
-        size, readings = self.memory.geometry.block_size, []
-        for start in range(0, key.shape[2], size):
-            if self.reading:
-                readings.append(self.reading)
-            block = Block(*(x[:, :, start : start + size] for x in (key, value)))
-            self.close(list(range(len(self.counts))), block, seen + start, host, None)
-        return readings
+    def move(self, rooms: dict[str, Tensor]) -> None:
+        """Continue in these buffers, with what the present ones hold."""
+        for name, room in rooms.items():
+            axis, front = self._layout(name)
+            old = self.open.get(name)
+            if old is None and front:
+                old = self._front(name)
+            if old is not None and old is not room:
+                kept = min(old.shape[axis], room.shape[axis])
+                room.narrow(axis, 0, kept).copy_(old.narrow(axis, 0, kept))
+        self.open = dict(rooms)
 
     def open_tokens(self, longest: int | None = None) -> dict[str, Tensor]:
-        """The open tokens' keys, values, ... without what stands in front of them."""
+        """Keys, values, ... of the open tokens, without what stands in front of them."""
         kept = {}
         for name, tensor in self.open.items():
-            front = self.front if name in ("key", "value") else 0
-            axis = 1 if name == "output" else 2
+            axis, front = self._layout(name)
             kept[name] = tensor.narrow(axis, front, longest if longest is not None else tensor.shape[axis] - front)
         return kept
 
     def reopen(self, kept: dict[str, Tensor]) -> None:
-        """Fresh buffers behind the present front, with these open tokens."""
+        """Make new buffers after the present front, with these open tokens."""
         self.open = {}
         for name, tensor in kept.items():
-            axis = 1 if name == "output" else 2
-            front = self.front if name in ("key", "value") else 0
-            self._room(name, tensor, axis, front, tensor.shape[axis]).narrow(axis, front, tensor.shape[axis]).copy_(
-                tensor
-            )
+            axis, front = self._layout(name)
+            self._room(name, tensor, tensor.shape[axis]).narrow(axis, front, tensor.shape[axis]).copy_(tensor)
+
+    # -- states and readings -------------------------------------------------------------------------------------------
 
     def _merge(self, rows: list[int], reading: Reading, dtype: torch.dtype) -> None:
-        """Replace the readings of some rows; columns that a row does not have are zeros."""
+        """Replace the readings of some rows, padded with zeros to the width of the widest."""
         if not reading:
             return
         if self.memory.shares_softmax:
@@ -233,20 +270,45 @@ class LayerStream:
         pairs = zip(old, reading, strict=True)
         self.reading = tuple(_put(_widen(a.to(b.dtype), width), rows, _widen(b, width)) for a, b in pairs)
 
+    @property
+    def stale(self) -> bool:
+        """Whether to read again: retrieval settings have changed, or block 0 reads and has not started."""
+        return self.retrieval != self.memory.retrieval or (self.reading is None and self.memory.reads_start)
+
     def refresh(self, seen: list[int], host: Host, dtype: torch.dtype) -> str | None:
-        """After `set_retrieval`: fit the state to the new settings and read it anew. Says what became of the state."""
-        begun = self.reading is not None or not self.memory.reads_start
-        if begun and self.retrieval == self.memory.retrieval:
+        """After `set_retrieval`: fit the state to the new settings and read it again. Says what was done."""
+        if not self.stale:
             return None
-        self.retrieval = self.memory.retrieval
-        self.state, said = self.memory.adapt(self.state)
-        kept = self.open_tokens()
-        self.read_anew(seen, host, dtype)
-        self.reopen(kept)
+        state, said = self.memory.adapt(self.state)
+        self.replace_state(state, seen, host, dtype, keep_open=True)
         return said
 
-    def read_anew(self, seen: list[int], host: Host, dtype: torch.dtype) -> None:
-        """Make the readings of all rows from the state."""
+    def replace_state(self, state: State, seen: list[int], host: Host, dtype: torch.dtype, keep_open: bool) -> None:
+        """Continue from another state, read again; the open block is dropped unless it is kept."""
+        kept = self.open_tokens() if keep_open else {}
+        self.state, self.retrieval = state, self.memory.retrieval
+        self._read_again(seen, host, dtype)
+        self.reopen(kept)
+
+    def named(self, dtype: torch.dtype, longest: int | None) -> dict[str, Tensor]:
+        """The tensors of a memory file; to store open blocks exactly, give the tokens of the `longest`."""
+        named = {f"state.{part}": tensor for part, tensor in enumerate(self.state)}
+        if longest is not None:
+            # Autocast may have left them in half precision, which the model's own `dtype` holds without loss.
+            named |= {f"open.{name}": x.to(dtype) for name, x in self.open_tokens(longest).items()}
+            named |= {f"window.{part}": x.to(dtype) for part, x in enumerate(self.window or ())}
+        return named
+
+    def restore(self, named: dict[str, Tensor], seen: list[int], host: Host, dtype: torch.dtype) -> None:
+        """Continue from the tensors that `named` returned."""
+        window = [named[name] for name in ("window.0", "window.1") if name in named]
+        self.window = (window[0], window[1]) if window else None
+        state = tuple(named[f"state.{part}"] for part in range(len(self.state)))
+        self.replace_state(state, seen, host, dtype, keep_open=False)
+        self.reopen({name.removeprefix("open."): x for name, x in named.items() if name.startswith("open.")})
+
+    def _read_again(self, seen: list[int], host: Host, dtype: torch.dtype) -> None:
+        """Read the state of every row."""
         self.reading, self.counts = None, [0] * len(seen)
         for tokens in sorted(set(seen) - (set() if self.memory.reads_start else {0})):
             rows = [row for row, count in enumerate(seen) if count == tokens]
@@ -266,21 +328,21 @@ class LayerStream:
             self.reading = tuple(part[:, :, :width] for part in self.reading) if width else None
             self.reopen(kept)
 
-    def view(self) -> "LayerStream":
-        """A copy with lists of its own, on the same tensors."""
-        copy = LayerStream.__new__(LayerStream)
+    def view(self) -> "LayerCache":
+        """A copy with its own lists, on the same tensors."""
+        copy = LayerCache.__new__(LayerCache)
         copy.__dict__.update(self.__dict__)
         copy.counts, copy.open = list(self.counts), dict(self.open)
         return copy
 
-    def fork(self) -> "LayerStream":
-        """An independent copy. States, readings and windows are values that nobody writes to; open buffers are not."""
+    def fork(self) -> "LayerCache":
+        """An independent copy. Only open buffers are copied: all other tensors are never written to."""
         copy = self.view()
         copy.open = {name: tensor.clone() for name, tensor in self.open.items()}
         return copy
 
     def tensors(self) -> list[Tensor]:
-        """Everything it holds."""
+        """All tensors it holds."""
         return [*self.state, *(self.reading or ()), *(self.window or ()), *self.open.values()]
 
 
@@ -291,7 +353,7 @@ def column_mask(
     begun: Bool[Tensor, "row 1"],
     window: int | None,
 ) -> Bool[Tensor, "row 1 token all"]:
-    """Who sees what: `local` are positions of the previous block, which block 0 does not have, and of the open one."""
+    """Which columns each token sees. `local`: positions of the previous block, if one has `begun`, and the open one."""
     query = positions[:, :, None]
     visible = (local <= query) & ((local >= 0) | begun[:, :, None])
     if window is not None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from elastic_memory.shapes import Tensor
 from elastic_memory.streaming.fingerprint import settings, weights_hash
-from elastic_memory.streaming.layer_cache import Part
+from elastic_memory.streaming.texts import Part
 
 if TYPE_CHECKING:
     from elastic_memory.model.modeling import MemoryCausalLM
@@ -56,21 +56,18 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
     """Write `cache` to `path`, whole or not at all."""
     if not any(cache.clock):
         raise ValueError("this cache has read nothing yet: there is nothing to save")
-    cache.refresh(cache.model.base_model.rope())  # a state of the order that the file will name
+    cache.refresh()  # a state of the order that the file will name
     longest = max(cache.opened)
-    tensors: dict[str, Tensor] = {}
-    for index, stream in enumerate(cache.streams):
-        tensors |= {f"layers.{index}.state.{part}": tensor for part, tensor in enumerate(stream.state)}
-    if exact or cache.locality.sliding:
-        for index, stream in enumerate(cache.streams):
-            held = {f"open.{name}": x for name, x in stream.open_tokens(longest).items()}
-            held |= {f"window.{part}": x for part, x in enumerate(stream.window or ())}
-            # Autocast may have left them in half precision, which the model's own holds without loss.
-            tensors |= {f"layers.{index}.{name}": x.to(cache.model.dtype) for name, x in held.items()}
+    exact = exact or cache.locality.sliding
+    tensors = {
+        f"layers.{index}.{name}": tensor
+        for index, stream in enumerate(cache.streams)
+        for name, tensor in stream.named(cache.model.dtype, longest if exact else None).items()
+    }
     if cache.tokens is not None or not longest:
         ids = torch.zeros(cache.batch, 0, dtype=torch.long) if cache.tokens is None else cache.tokens
         tensors["tokens"] = ids[:, :longest]
-    elif not (exact or cache.locality.sliding):
+    elif not exact:
         raise ValueError("the open block was fed as embeddings, so its token ids are unknown: save with exact=True")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {
@@ -79,13 +76,7 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
         "weights": weights_hash(cache.model),
         "settings": settings(cache.model),
         "config": shape_of(cache.model),
-        "seen": cache.seen,
-        "opened": cache.opened,
-        "columns": cache.columns,
-        "digests": cache.digests,
-        "name": cache.name,
-        "parts": cache.parts if any(cache.parts) else [],
-        "texts": cache.texts,
+        **cache.described(),
     }
     header["content"] = content_hash(header, tensors)
     told = json.dumps(header)
@@ -174,29 +165,16 @@ def _checked_tensors(path: Path, header: dict[str, Any], content: bytes, vocab_s
 
 
 def _fill(cache: "MemoryCache", header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """What the file holds, in the cache; an open block of token ids is read again."""
-    model, seen, opened = cache.model, header["seen"], header["opened"]
-    device = next(model.parameters()).device
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    ids, exact = tensors.get("tokens"), "layers.0.open.key" in tensors
-    cache.reset()
-    cache.begin(len(seen), device)
-    cache.seen, cache.columns = list(seen), header["columns"]
-    cache.digests = header.get("digests", [None] * len(seen))  # files of before they were kept are as good
-    cache.name = header.get("name")
-    cache.parts = [[Part(*told) for told in row] for row in header.get("parts") or [()] * len(seen)]
-    cache.texts = header["texts"]
-    rope = model.base_model.rope()
-    for index, (layer, stream) in enumerate(zip(model.base_model.layers, cache.streams, strict=True)):
-        stream.state = tuple(tensors[f"layers.{index}.state.{part}"] for part in range(len(stream.state)))
-        window = [tensors[name] for part in range(2) if (name := f"layers.{index}.window.{part}") in tensors]
-        stream.window = (window[0], window[1]) if window else None
-        stream.read_anew(cache.seen, layer.host(rope), model.dtype)
-        if exact:
-            prefix = f"layers.{index}.open."
-            stream.reopen({name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)})
-    cache.opened, cache.tokens = list(opened), ids
-    if not exact:
+    """Put what the file holds into the cache; an open block of token ids is read again."""
+    device = next(cache.model.parameters()).device
+    ids = tensors.get("tokens")
+    layers: list[dict[str, Tensor]] = [{} for _ in cache.memories]
+    for name, tensor in tensors.items():
+        if name != "tokens":
+            _, index, rest = name.split(".", 2)
+            layers[int(index)][rest] = tensor.to(device)
+    cache.restore(header, None if ids is None else ids.to(device), layers)
+    if "open.key" not in layers[0]:
         cache.read_open_again()
 
 

@@ -1,6 +1,10 @@
-"""The cache of a call that was given none: it reads the call's tokens when it is first used.
+"""The cache of a call that was given none. It reads the call's tokens when it is first used.
 
-So the usual loop, which passes on whatever cache a call returns, works, and calls whose cache nobody uses cost nothing.
+So a loop that passes on the cache that each call returns works as with any model of transformers, and calls whose cache
+nobody uses cost no second pass.
+
+The object changes its class once it is read. A flag would have to be checked by every method and field of
+`MemoryCache`, on every token; this way a cache that is read is a plain one.
 """
 
 from typing import Any, NamedTuple
@@ -22,10 +26,10 @@ class Call(NamedTuple):
 
 
 class UnreadCache(MemoryCache):
-    """Becomes a plain `MemoryCache` as soon as anybody looks at it."""
+    """Becomes a plain `MemoryCache` when one of its fields is read or set."""
 
     def __init__(self, model: Any, call: Call):
-        # Copies: callers may use their buffers again.
+        # Copies: callers may reuse their buffers.
         own = Call(*(None if part is None else part.detach().clone() for part in call))
         object.__setattr__(self, "_unread", (model, own))
 
@@ -48,19 +52,19 @@ def _read(unread: UnreadCache) -> MemoryCache:
     source: Any = ids if ids is not None else embeds
     if positions is not None and positions.shape == source.shape[:2] and from_positions(positions, mask) is not None:
         raise ValueError(
-            "position_ids packed several documents into a row, and a cache goes on with one: "
-            "read the one to go on with by itself"
+            "position_ids packed several documents into a row, and a cache continues only one: "
+            "call the model with the document to continue alone"
         )
     cache = MemoryCache(model)
-    model.base_model.stream(ids, embeds, mask, cache, keep=1)
+    cache.feed(model.base_model, ids, embeds, mask, keep=1)
     unread.__dict__.clear()
     unread.__dict__.update(cache.__dict__)
     object.__setattr__(unread, "__class__", MemoryCache)
     return unread
 
 
-def unasked(model: Any, use_cache: bool | None, call: Call) -> UnreadCache | None:
-    """What a call without a cache returns as one: by default what the configuration says, and none in training.
+def unread_cache(model: Any, use_cache: bool | None, call: Call) -> UnreadCache | None:
+    """The `past_key_values` that a call without a cache returns: if the configuration says so, and none in training.
 
     Exported programs return tensors only.
     """

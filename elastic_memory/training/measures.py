@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
 import elastic_memory as em
+from elastic_memory.memory.counts import gates
 from elastic_memory.shapes import Int, Tensor
 from elastic_memory.training.build import flops_per_token, peak_flops
 from elastic_memory.training.recipe import Recipe
@@ -64,5 +65,5 @@ class Measures:
         if self.tokens_at_peak:
             line["mfu"] = round(speed / self.tokens_at_peak, 4)
         for layer, memory in self.memories.items():
-            line |= {f"{name}/{layer}": round(float(whole(gate.mean())), 6) for name, gate in memory.gates().items()}
+            line |= {f"{name}/{layer}": round(float(whole(gate.mean())), 6) for name, gate in gates(memory).items()}
         return line

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
 
 from elastic_memory.common.checksums import write_manifest
-from elastic_memory.fast import cuda_graph as capture
+from elastic_memory.common.speedups import find
 from elastic_memory.training import checkpoints
 from elastic_memory.training.callbacks import ProgressBar, SaveAndStop
 from elastic_memory.training.interrupts import Interrupts
@@ -23,6 +23,8 @@ from elastic_memory.training.order import Collate, ReadAhead, Schedule
 from elastic_memory.training.recipe import Recipe
 from elastic_memory.training.runs import Run
 from elastic_memory.training.spikes import Restart, UnstableError, Watch, learning_rate_factor
+
+capture = find("cuda_graph")
 
 
 def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
@@ -101,7 +103,7 @@ class MemoryTrainer(Trainer):
         self.network = model  # not wrapped
         self.interrupts = interrupts
         self.skipped: str | None = None
-        self.captured: capture.Captured | None = None
+        self.captured: Any = None
         args = arguments(run.recipe, run)
         self.measures = Measures(model, run.recipe, args)
         self.progress = ProgressBar(run, args.max_steps)
@@ -181,7 +183,7 @@ class MemoryTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch, as a CUDA graph where possible."""
         alone = self.args.world_size == 1 and not self.is_fsdp_enabled
-        if self.captured is None and alone and capture.gains(self.network):
+        if self.captured is None and alone and capture is not None and capture.gains(self.network):
             self.captured = capture.Captured(partial(self._forward_and_backward, model), model.parameters())
         if self.captured is not None:
             loss = self.captured(**inputs, num_items_in_batch=num_items_in_batch)

@@ -1,8 +1,9 @@
-"""Layers on a diagonal go together: the same numbers as one layer after the other."""
+"""A wavefront of layers computes what one layer after the other does."""
 
 import copy
 from functools import partial
 from itertools import chain
+from types import MethodType
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from elastic_memory.fast import wavefront
-from elastic_memory.fast.wavefront import Wavefront, suit
+from elastic_memory.fast.wavefront import Wavefront, supports
 from elastic_memory.memory import MEMORIES
 from tests.conftest import small_model
 from tests.model.test_training import assert_same_gradients, gradients
 
-BY_ROW = [name for name, kind in MEMORIES.items() if kind.by_row]
+BY_ROW = [name for name, kind in MEMORIES.items() if getattr(kind, "per_row_parameters", False)]
 
 
 def wave_model(memory, monkeypatch, tokens=32768, **overrides):
@@ -24,13 +25,18 @@ def wave_model(memory, monkeypatch, tokens=32768, **overrides):
     for layer in model.model.layers:  # ones at first, which no product would show
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    assert suit(model.model.layers)
+    assert supports(model.model.layers)
     monkeypatch.setattr(wavefront, "TOKENS", tokens)
     groups, wave = [], Wavefront(model.model.layers[0])
-    wave.run = lambda *args: (groups.append(len(args[2])), wavefront._together(*args))[1]
+    wave.run = lambda *args: (groups.append(len(args[2])), wavefront._run_group(*args))[1]
     wave.add, wave.join = wavefront._add, wavefront._join
-    model.model.wavefront = wave
+    model.model.run_layers = MethodType(wave, model.model)
     return model, groups
+
+
+def without_wave(model):
+    del model.model.run_layers
+    return model
 
 
 @pytest.mark.parametrize("memory", BY_ROW)
@@ -48,8 +54,7 @@ def test_a_wave_is_layer_after_layer(memory, layers, blocks, rows, tokens, optio
     settings = {"num_hidden_layers": layers, "memory_options": options}
     model, groups = wave_model(memory, monkeypatch, tokens, **settings)
     model.double()
-    plain = copy.deepcopy(model)
-    plain.model.wavefront = None
+    plain = without_wave(copy.deepcopy(model))
     ids = torch.randint(1, 61, (rows, 8 * blocks), generator=torch.Generator().manual_seed(1))
     assert_same_gradients(gradients(plain, ids), gradients(model, ids), atol=1e-10)
     with torch.no_grad():
@@ -63,18 +68,16 @@ def test_heads_padded_and_under_autocast(monkeypatch):
     """Under autocast as near to float32 as layer after layer."""
     model, groups = wave_model("melodi", monkeypatch, pad_heads=True, num_hidden_layers=4, initializer_range=0.1)
     ids = torch.randint(1, 61, (2, 40), generator=torch.Generator().manual_seed(1))
-    wave = model.model.wavefront
     found = {}
-    for road in (None, wave):
-        model.model.wavefront = road
+    for wave, one in ((True, model), (False, without_wave(copy.deepcopy(model)))):
         for narrow in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-                found[road, narrow] = gradients(model, ids)
+                found[wave, narrow] = gradients(one, ids)
     assert max(groups) == 4
-    for name, exact in found[None, False].items():
+    for name, exact in found[False, False].items():
         size = exact.norm()
-        assert (found[wave, False][name] - exact).norm() <= 1e-5 * size, name
-        ours, theirs = ((found[road, True][name] - exact).norm() for road in (wave, None))
+        assert (found[True, False][name] - exact).norm() <= 1e-5 * size, name
+        ours, theirs = ((found[wave, True][name] - exact).norm() for wave in (True, False))
         assert theirs <= 0.1 * size, name
         assert ours <= 1.5 * theirs + 0.01 * size, name
 
@@ -187,7 +190,7 @@ def test_a_model_compiled_while_somebody_needs_its_layers(change):
     model = small_model("melodi", memory_layers=None)
     change(model)
     model.compile_blocks(backend="eager")
-    assert model.model.wavefront is None
+    assert "run_layers" not in vars(model.model)
 
 
 def test_layers_are_those_that_the_model_has_now(monkeypatch):
@@ -197,8 +200,7 @@ def test_layers_are_those_that_the_model_has_now(monkeypatch):
     model.model.layers = model.model.layers[:2]
     with torch.no_grad():
         logits = model(ids).logits
-        model.model.wavefront = None
-        torch.testing.assert_close(model(ids).logits, logits, atol=1e-10, rtol=0)
+        torch.testing.assert_close(without_wave(model)(ids).logits, logits, atol=1e-10, rtol=0)
     assert max(groups) == 2
 
 
@@ -211,7 +213,7 @@ def test_compiled_waves_train_what_is_to_be_trained(trained, monkeypatch):
         parameter.requires_grad_(trained == "all" or trained in name)
     twin = copy.deepcopy(model)
     model.compile_blocks(backend="aot_eager")
-    assert model.model.wavefront is not None
+    assert "run_layers" in vars(model.model)
     ids = torch.randint(1, 61, (2, 40), generator=torch.Generator().manual_seed(1))
     losses = [one(ids, labels=ids).loss for one in (model, twin)]
     torch.testing.assert_close(*losses, atol=1e-10, rtol=0)
@@ -243,13 +245,13 @@ def test_other_lengths_need_no_other_graphs(monkeypatch):
     monkeypatch.setattr(wavefront, "TOKENS", 32)
     monkeypatch.setattr(wavefront, "compiled", counted)
     model = small_model("melodi", memory_layers=None, num_hidden_layers=8).train()
-    model.model.wavefront = Wavefront(model.model.layers[0])
+    model.model.run_layers = MethodType(Wavefront(model.model.layers[0]), model.model)
     found = []
     for blocks in (8, 5, 11):
         ids = torch.ones(1, 8 * blocks, dtype=torch.long)
         model(ids, labels=ids).loss.backward()
         found.append({name: counter.frame_count for name, counter in counters.items()})
-    assert found[0] == found[1] == found[2] == {"_together": 3, "_add": 3, "_join": 4}
+    assert found[0] == found[1] == found[2] == {"_run_group": 3, "_add": 3, "_join": 4}
     torch._dynamo.reset()
 
 
@@ -271,7 +273,7 @@ def test_hidden_states_of_all_layers_can_be_had(monkeypatch):
 def test_layers_that_do_not_wait_or_are_not_alike(memory, settings):
     model = small_model(memory, **settings)
     model.compile_blocks(backend="eager")
-    assert model.model.wavefront is None
+    assert "run_layers" not in vars(model.model)
 
 
 @pytest.mark.parametrize("many", [1, 2, 3, 4, 6, 12])
@@ -302,5 +304,5 @@ def test_a_schedule_takes_every_block_through_every_layer_when_it_may(layers, bl
 
 def test_groups_are_about_as_large(monkeypatch):
     monkeypatch.setattr(wavefront, "TOKENS", 48)
-    assert [wavefront.together(layers, 8) for layers in (2, 6, 7, 12, 16, 18)] == [2, 6, 4, 6, 6, 6]
-    assert wavefront.together(12, 1000) == 1
+    assert [wavefront.group_size(layers, 8) for layers in (2, 6, 7, 12, 16, 18)] == [2, 6, 4, 6, 6, 6]
+    assert wavefront.group_size(12, 1000) == 1

@@ -16,7 +16,7 @@ BLOCK = SMALL["block_size"]
 
 # Options beyond the defaults that change what is computed. A mechanism that is not named here is tested as it is.
 VARIANTS = {
-    "elastic": [dict(road="direct"), dict(road="recurrent")],
+    "elastic": [dict(algorithm="direct"), dict(algorithm="recurrent")],
     "memorizing": [
         dict(combine="joint", positions="full"),
         dict(combine="joint", positions="query"),

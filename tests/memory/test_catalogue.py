@@ -16,10 +16,10 @@ def test_the_page_is_up_to_date():
 @pytest.mark.parametrize(("name", "kind"), MEMORIES.items())
 def test_a_memory_says_what_it_is(name, kind):
     """What the catalogue shows of it, and what its constructor can be asked for."""
-    assert kind.source and kind.phrase and kind.__doc__
+    assert kind.info.source and kind.info.phrase and kind.__doc__
     assert f"| `{name}` |" in (ROOT / "docs/catalogue.md").read_text(encoding="utf-8")
     # These mean the same everywhere, and are explained with the configuration.
-    shared = {"order", "points", "sampling", "sampling_options", "road"}
+    shared = {"order", "points", "sampling", "sampling_options", "algorithm"}
     named = {option.strip("`").split("=")[0] for option in catalogue.options(kind)}
     assert not {option for option in named - shared if f"`{option}`" not in kind.__doc__}
 

@@ -184,7 +184,7 @@ def test_the_report_counts_what_is_there(case):
     report = model.memory_report()
     added = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in bare.parameters())
     assert sum(line["extra_parameters"] for line in report) == added
-    assert [line["layer"] for line in report] == MEMORIES[CASES[case][0]].layers(3)
+    assert [line["layer"] for line in report] == MEMORIES[CASES[case][0]].info.layers(3)
     cache = em.MemoryCache(model)
     logits(model, tokens(1, 3 * BLOCK), past_key_values=cache)
     carried = sum(part.numel() for stream in cache.streams for part in stream.state)
@@ -261,7 +261,7 @@ def test_it_can_be_attached_to_a_model_that_exists(name):
     torch.manual_seed(0)
     shape = {key: value for key, value in SMALL.items() if key != "block_size"}
     model = em.attach_memory(LlamaForCausalLM(LlamaConfig(**shape)).eval(), memory=name, block_size=BLOCK)
-    assert list(model.memories) == MEMORIES[name].layers(3)
+    assert list(model.memories) == MEMORIES[name].info.layers(3)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     torch.testing.assert_close(in_pieces(model, tokens(), [20, 25]), logits(model, tokens()), **CLOSE)
 

@@ -13,7 +13,7 @@ BLOCKS, SIZE = 16, 64
 @pytest.mark.parametrize("algorithm", ["direct", "recurrent"])
 def test_readings_in_bf16_do_not_lose_precision_from_block_to_block(algorithm, sampling):
     geometry = Geometry(width=32, heads=2, kv_heads=2, head_dim=16, layers=12, block_size=SIZE)
-    memory = ElasticMemory(geometry, order=48, points=16, sampling=sampling, road=algorithm)
+    memory = ElasticMemory(geometry, order=48, points=16, sampling=sampling, algorithm=algorithm)
     torch.manual_seed(0)
     tokens = torch.randn(1, 2, BLOCKS * SIZE, 16).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):

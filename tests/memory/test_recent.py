@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import elastic_memory as em
+from elastic_memory.memory.counts import state_floats
 from tests.memory.cases import BLOCK, fresh, logits, memory_of, tokens
 
 
@@ -9,7 +10,7 @@ from tests.memory.cases import BLOCK, fresh, logits, memory_of, tokens
 def test_the_budget_is_shared(share, parts):
     memory = memory_of(fresh("recent", memory_options={"share": share}))
     assert (memory.elastic.bank.order, memory.queue.order) == parts
-    assert memory.floats == memory_of(fresh("elastic")).floats
+    assert state_floats(memory) == state_floats(memory_of(fresh("elastic")))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.99, 1.0, -1.0, 3.0])

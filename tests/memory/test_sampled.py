@@ -22,7 +22,7 @@ def test_the_tokens_that_stay(sampling, order, size, blocks):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_long_stream_stays_near_the_moments(sampling):
+def test_a_long_stream_stays_near_the_sample_points(sampling):
     """Against a choice from the whole history, in units of the distance between neighbours there."""
     rule, size, blocks = Rule(32, sampling, ()), 64, 300
     off = []

@@ -172,11 +172,11 @@ def test_under_autocast_one_block_is_the_models_own(pretrained, dtype):
         assert torch.equal(em.attach_memory(pretrained, **MEMORY)(ids).logits, before)
 
 
-@pytest.mark.parametrize("road", ["direct", "recurrent"])
-def test_fine_tuning_under_autocast(pretrained, road):
+@pytest.mark.parametrize("algorithm", ["direct", "recurrent"])
+def test_fine_tuning_under_autocast(pretrained, algorithm):
     """Norms of queries and keys leave them in another type than values."""
     ids = torch.randint(1, 61, (2, 45))
-    model = em.attach_memory(pretrained, **MEMORY, road=road).train()
+    model = em.attach_memory(pretrained, **MEMORY, algorithm=algorithm).train()
     model(ids, labels=ids).loss.backward()
     exact = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import elastic_memory as em
-from elastic_memory.streaming.cache import AT_ONCE
+from elastic_memory.streaming.reader import AT_ONCE
 from tests.conftest import small_model
 
 GREEDY = dict(max_new_tokens=25, do_sample=False, pad_token_id=0, eos_token_id=None)

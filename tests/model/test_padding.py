@@ -5,7 +5,7 @@ import torch
 
 import elastic_memory as em
 from elastic_memory.memory import MEMORIES
-from elastic_memory.memory.contract import real_features
+from elastic_memory.memory.tools import real_features
 from tests.conftest import small_model
 
 SHAPE = dict(head_dim=6, hidden_size=32)

@@ -1,4 +1,4 @@
-"""The training road: causality, gradients, compilation, checkpointing, loss."""
+"""Training: causality, gradients, compilation, checkpointing, loss."""
 
 import copy
 import warnings
@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import elastic_memory as em
-from elastic_memory.fast import compile as compilation
+from elastic_memory.fast import compiled as compilation
 from elastic_memory.memory import MEMORIES
 from elastic_memory.model import loss, modeling
 from tests.conftest import small_model
@@ -48,9 +48,11 @@ def test_block_0_reaches_the_last_block(model, ids):
 
 @pytest.mark.parametrize("order", [4, 11, 30])
 @pytest.mark.parametrize("length", [16, 17, 45])
-def test_direct_and_recurrent_roads_agree(order, length, ids):
+def test_direct_and_recurrent_algorithms_agree(order, length, ids):
     ids = ids[:, :length]
-    direct, recurrent = (small_model(memory_order=order, memory_options={"road": r}) for r in ("direct", "recurrent"))
+    direct, recurrent = (
+        small_model(memory_order=order, memory_options={"algorithm": r}) for r in ("direct", "recurrent")
+    )
     torch.testing.assert_close(direct(ids).logits, recurrent(ids).logits, atol=1e-4, rtol=0)
     assert_same_gradients(gradients(direct, ids), gradients(recurrent, ids))
 
@@ -70,11 +72,11 @@ def test_gradients_flow_through_memory_to_all_earlier_blocks(model, ids):
         torch.testing.assert_close((gradient * nudge).sum(), difference, rtol=2e-2, atol=1e-9)
 
 
-@pytest.mark.parametrize("road", ["direct", "recurrent"])
+@pytest.mark.parametrize("algorithm", ["direct", "recurrent"])
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_detach_every_cuts(road, every, ids):
+def test_detach_every_cuts(algorithm, every, ids):
     """The gradient of block i's loss reaches back to the last cut and no further, and outputs do not change."""
-    model = small_model(memory_options={"road": road, "detach_every": every})
+    model = small_model(memory_options={"algorithm": algorithm, "detach_every": every})
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, small_model()(ids).logits, atol=1e-4, rtol=0)
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
@@ -213,13 +215,13 @@ def test_padding_does_not_change_the_loss(left, model, ids):
 
 
 def test_low_precision_is_close(ids):
-    """bf16 operands on both roads, float32 state: the error is that of bf16 activations."""
-    for road in ("direct", "recurrent"):
-        model = small_model(memory_options={"road": road}, initializer_range=0.1)
+    """bf16 operands by both algorithms, float32 state: the error is that of bf16 activations."""
+    for algorithm in ("direct", "recurrent"):
+        model = small_model(memory_options={"algorithm": algorithm}, initializer_range=0.1)
         exact = model(ids).logits
         with torch.autocast("cpu", torch.bfloat16):
             low = model(ids).logits
-        assert (low.float() - exact).norm() / exact.norm() < 2e-2, road
+        assert (low.float() - exact).norm() / exact.norm() < 2e-2, algorithm
 
 
 def test_tuples_for_those_who_want_them(model, ids):

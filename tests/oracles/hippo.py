@@ -66,8 +66,8 @@ def kernel(order: int, start: int, end: int, until: int) -> np.ndarray:
     return np.array([[mean(n, k / until, (k + 1) / until) / until for k in range(start, end)] for n in range(order)])
 
 
-def read(order: int, moments: np.ndarray) -> np.ndarray:
-    """R at moments, or averaged over cells."""
-    if moments.ndim == 1:
-        return np.stack([phi(n, moments) for n in range(order)], axis=1)
-    return np.array([[mean(n, left, right) for n in range(order)] for left, right in moments])
+def read(order: int, points: np.ndarray) -> np.ndarray:
+    """R at points, or averaged over cells."""
+    if points.ndim == 1:
+        return np.stack([phi(n, points) for n in range(order)], axis=1)
+    return np.array([[mean(n, left, right) for n in range(order)] for left, right in points])

@@ -71,7 +71,7 @@ def _layer(config, w, hidden, memory):
 
 
 def _points(sampling, count, history):
-    """The paper's two rules, as moments of the history."""
+    """The paper's two rules, as points of the history."""
     if sampling == "uniform":
         return np.arange(count) / count
     decay = float(history) ** (-1 / (count - 1)) if count > 1 else 0.5

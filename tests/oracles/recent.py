@@ -16,7 +16,7 @@ def layer(layer, x, memory):
         if start == 0:
             mixed = local(layer, query, key, value)
         else:
-            read = hippo.basis(bank.order, bank.moments(start)) @ hippo.projection(bank.order, 0, start)
+            read = hippo.basis(bank.order, bank.sample_points(start)) @ hippo.projection(bank.order, 0, start)
             raw = all_keys[:, :start][:, -queue:]
             here, before = range(len(block)), range(-raw.shape[1], 0)
             keys = torch.cat((read @ all_keys[:, :start], layer.rope(raw, before), layer.rope(key, here)), dim=1)

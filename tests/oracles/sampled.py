@@ -1,4 +1,4 @@
-"""A stream that keeps raw tokens near the sampled moments, one token and one moment at a time."""
+"""A stream that keeps raw tokens near the sample points, one token and one point at a time."""
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ def keep(candidates, rule, seen):
     """Those of the candidates, tokens of a history of `seen`, that stay."""
     if len(candidates) <= rule.order:
         return candidates
-    moments = sampling.moments(rule.sampling, rule.order, seen, **dict(rule.options))
-    middles = sorted((moments if moments.ndim == 1 else moments.mean(1)).tolist())
+    points = sampling.sample_points(rule.sampling, rule.order, seen, **dict(rule.options))
+    middles = sorted((points if points.ndim == 1 else points.mean(1)).tolist())
     # A token lasts from its number to the next; of two equally near, the older. In float32, as ties are decided there.
     targets = [np.float32((u - 1) * seen) for u in middles]
     wanted = [

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elastic_memory as em
-from elastic_memory.memory import MEMORIES
-from elastic_memory.streaming import cache as caches
-from elastic_memory.streaming.layer_cache import LayerStream
+from elastic_memory.memory import MEMORIES, ParallelMemory
+from elastic_memory.streaming import reader
+from elastic_memory.streaming.layer_cache import LayerCache
 from tests.conftest import small_model
 
 MODELS = {
@@ -397,18 +397,18 @@ def test_whole_blocks_at_once_are_blocks_one_by_one(memory, ids, monkeypatch):
     model = small_model(memory)
     found = {}
     for at_once in (0, 2**14):
-        monkeypatch.setattr(caches, "AT_ONCE", at_once)
+        monkeypatch.setattr(reader, "AT_ONCE", at_once)
         calls = []
-        passing = LayerStream.pass_blocks
-        monkeypatch.setattr(LayerStream, "pass_blocks", lambda *a, f=passing, c=calls: c.append(1) or f(*a))
+        passing = LayerCache.pass_blocks
+        monkeypatch.setattr(LayerCache, "pass_blocks", lambda *a, f=passing, c=calls, **k: c.append(1) or f(*a, **k))
         cache = em.MemoryCache(model)
         with torch.no_grad():
             logits = [model(piece, past_key_values=cache).logits for piece in ids.split([3, 40, 2], dim=1)]
-        assert bool(calls) == (at_once > 0 and MEMORIES[memory].parallel)
+        assert bool(calls) == (at_once > 0 and issubclass(MEMORIES[memory], ParallelMemory))
         assert cache.holds(ids)
         state = [part for stream in cache.streams for part in stream.state]
         found[at_once] = torch.cat(logits, 1), state, cache.clock, cache.digests
-        monkeypatch.setattr(LayerStream, "pass_blocks", passing)
+        monkeypatch.setattr(LayerCache, "pass_blocks", passing)
     (one, state, *rest), (many, states, *others) = found.values()
     torch.testing.assert_close(many, one, atol=1e-5, rtol=0)
     torch.testing.assert_close(states, state, atol=1e-5, rtol=1e-5)

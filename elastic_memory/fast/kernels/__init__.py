@@ -1,4 +1,4 @@
-"""Kernels written by hand, and those of others: faster roads to numbers that plain torch code gives too."""
+"""Triton kernels, each tested against a PyTorch reference."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,17 +14,17 @@ def triton_runs_on(device: torch.device) -> bool:
 
 
 def agrees(what: str, error: Callable[[], float], within: float) -> bool:
-    """Whether kernels may be used: their relative error, measured here, against plain code.
+    """Whether kernels may be used: their relative error against plain code, measured on this machine.
 
-    For what training relies on and newer packages, drivers or chips could silently break. Measured in a thread of its
-    own, which knows nothing of autocast, recomputation or other modes around the first use.
+    For kernels that training relies on and that newer packages, drivers or chips could silently break. Measured in a
+    separate thread, where autocast, recomputation and other modes around the first use are not active.
     """
     try:
         with ThreadPoolExecutor(1) as elsewhere:
             found = elsewhere.submit(error).result()
     except torch.OutOfMemoryError:
         raise
-    except Exception as exception:  # whatever a compiler or a driver says: plain code goes on
+    except Exception as exception:  # whatever a compiler or a driver says: plain code runs instead
         warnings.warn(f"{what} do not run here, plain code does instead: {exception}", stacklevel=2)
         return False
     if not found <= within:
@@ -33,5 +33,5 @@ def agrees(what: str, error: Callable[[], float], within: float) -> bool:
 
 
 def largest(errors: Iterable[torch.Tensor | float]) -> float:
-    """The worst of them, and not a number if one is not."""
+    """The largest error; NaN if one of them is NaN."""
     return torch.stack([torch.as_tensor(error, dtype=torch.float64, device="cpu") for error in errors]).max().item()

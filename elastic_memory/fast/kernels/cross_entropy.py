@@ -1,6 +1,6 @@
-"""Cross-entropy of rows of logits, which become their own gradient on the way: each is read once and written once.
+"""Cross-entropy of rows of logits, which are overwritten by their gradient: each is read once and written once.
 
-A program takes one row. It reads it twice, but finds it in the cache the second time.
+One program per row. It reads the row twice, the second time from the cache.
 """
 
 # Constants of the compiled program are in capitals, as Triton has it.
@@ -42,7 +42,7 @@ def _losses(logits, labels, found, vocabulary, DIFFERENTIATE: tl.constexpr, PIEC
     logits += row * vocabulary
     label = tl.load(labels + row)
     counted, exists = label != IGNORED, (label >= 0) & (label < vocabulary)
-    # Before the first sweep, whose sums bring all threads together: in the second one of them overwrites it.
+    # Loaded before the first pass, whose reductions synchronise all threads: the second pass overwrites it.
     own = tl.load(logits + label, mask=exists, other=float("nan")).to(tl.float32) * LOG2E
     top, total = float("-inf"), 0.0
     for start in range(0, vocabulary, PIECE):
@@ -57,26 +57,26 @@ def _losses(logits, labels, found, vocabulary, DIFFERENTIATE: tl.constexpr, PIEC
         for start in range(0, vocabulary, PIECE):
             place = start + tl.arange(0, PIECE)
             x = tl.load(logits + place, mask=place < vocabulary, other=0.0).to(tl.float32) * LOG2E
-            slope = tl.exp2(x - normaliser) - tl.where(place == label, 1.0, 0.0)
-            slope = tl.where(counted, slope, 0.0).to(logits.dtype.element_ty)
-            tl.store(logits + place, slope, mask=place < vocabulary)
+            grad = tl.exp2(x - normaliser) - tl.where(place == label, 1.0, 0.0)
+            grad = tl.where(counted, grad, 0.0).to(logits.dtype.element_ty)
+            tl.store(logits + place, grad, mask=place < vocabulary)
 
 
 @lru_cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it agrees with torch's own."""
+    """Whether it agrees with torch's cross-entropy on this device."""
     within = max(1e-5, torch.finfo(dtype).eps)
     return agrees("kernels for cross-entropy", lambda: _error(device, dtype), within)
 
 
 def _error(device: torch.device, dtype: torch.dtype) -> float:
-    """Of losses and slopes, with more logits than a program handles at once."""
+    """Of losses and gradients, with more logits than a program handles at once."""
     generator, vocabulary = torch.Generator(device).manual_seed(0), 2 * PIECE + 1
     logits = (4 * torch.randn(16, vocabulary, device=device, generator=generator)).to(dtype)
     labels = torch.randint(0, vocabulary, (16,), device=device, generator=generator)
     labels[:3] = -100
     exact = logits.double().requires_grad_()
     expected = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
-    (slopes,) = torch.autograd.grad(expected.sum(), exact)
-    pairs = ((losses(logits, labels, True), expected.detach()), (logits, slopes))
+    (gradients,) = torch.autograd.grad(expected.sum(), exact)
+    pairs = ((losses(logits, labels, True), expected.detach()), (logits, gradients))
     return largest((a - b).norm() / b.norm() for a, b in pairs)

@@ -1,5 +1,5 @@
-"""One token of each row through a Llama layer, in five kernels; a decoding step waits for memory, so few bytes and few
-launches are all that counts.
+"""One token of each row through a Llama layer, in five kernels. A decoding step is bound by memory bandwidth, so what
+counts is few bytes and few launches.
 
 1. `project`: RMS norm, then queries, keys and values in one small buffer.
 2. `attend`: rotates query and new key, writes the new column of the cache, and attends to what the row sees. A row's
@@ -10,11 +10,11 @@ launches are all that counts.
 
 Products read each weight once and share the units (rows of the weight) among programs. One row is multiplied and summed
 on a tile as long as the row; more rows go through tensor cores, piece by piece. The norm's factor is the same for a
-whole row, so a single one has it applied behind the product, and a program sees its input once, not twice. Several rows
-have a kernel of their own for it, as tensor cores are fed from memory without a detour.
+whole row: with a single row it is applied after the product, so that a program reads its input once, not twice. Several
+rows have a separate kernel for the norm, as tensor cores load their operands directly from memory.
 
-On Hopper and later a kernel starts before the one ahead has ended (`EARLY`): its launch, and with one row its weights,
-arrive while that one still works. Nothing that a kernel writes may be touched by the next before `_wait`.
+On Hopper and later a kernel starts before the previous one has ended (`EARLY`): its launch, and with one row the load
+of its weights, overlap with that one. Nothing that a kernel writes may be touched by the next before `_wait`.
 """
 
 # Constants of the compiled program are in capitals, as Triton has it.
@@ -50,7 +50,7 @@ def _wait(EARLY: tl.constexpr):
 
 @triton.jit
 def _tile(weight, unit, column, known, real, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Part of a weight, where it is `known` unit and `real` column: turned for tensor cores, for one row as it lies."""
+    """Part of a weight where the unit is `known` and the column `real`: transposed for tensor cores, else as stored."""
     if ROWS > 1:
         place, inside = unit[None, :] * COLUMNS + column[:, None], known[None, :] & real[:, None]
     else:
@@ -146,7 +146,6 @@ def _attend(
     d, member = tl.arange(0, FEATURES), tl.arange(0, MEMBERS)
     head, kv_row = kv_head * GROUP + member, row.to(tl.int64) * KV_HEADS + kv_head
     real = (member < GROUP)[:, None] & (d < DIM)[None, :]
-
     # What the row sees: its columns of memory, then those from `first` to the new one. Settled before the step began.
     position, count = tl.load(positions + row).to(tl.int32), tl.load(counts + row).to(tl.int32)
     first = tl.where((memory < front) & tl.load(begun + row), memory + position + 1, front)

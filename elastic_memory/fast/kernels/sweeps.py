@@ -1,7 +1,7 @@
 """The loops over n of `hippo` in one launch each, in float64.
 
-A GPU spends a few microseconds on each launch, whatever it does; a sweep over 8,640 polynomials in plain torch has tens
-of thousands. Here every thread goes all the way by itself and none waits for another.
+Each launch costs a few microseconds; a loop over 8,640 polynomials in plain torch has tens of thousands of them. Here
+every thread runs its whole recurrence, and no thread waits for another.
 """
 
 # Constants of the compiled program are in capitals, as Triton has it.
@@ -93,11 +93,11 @@ def _column(ratios, power, order, LANES: tl.constexpr):
         n += 1
         last = (n - 1) * n
         # L_{n-1} (2r-1) - L_m, written so that nothing is lost where r is almost 1.
-        slope = (2 * n - 1) * ((last - own) - 2 * last * (1 - r))
-        turned = slope * here - n * ((n - 2) * (n - 1) - own) * below
-        turned = turned / tl.where(n > m + 1, (n - 1) * (n * (n + 1) - own), 1.0)
-        turned = tl.where(n == m + 1, -(2 * m + 1) * (1 - r) * here, turned)
-        below, here = here, tl.where(n > m, turned, r * here)
+        gain = (2 * n - 1) * ((last - own) - 2 * last * (1 - r))
+        following = gain * here - n * ((n - 2) * (n - 1) - own) * below
+        following = following / tl.where(n > m + 1, (n - 1) * (n * (n + 1) - own), 1.0)
+        following = tl.where(n == m + 1, -(2 * m + 1) * (1 - r) * here, following)
+        below, here = here, tl.where(n > m, following, r * here)
 
         tiny = (n <= m) & (tl.abs(here) < SMALL)
         grown = (raised > 0) & (tl.abs(here) > 1)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from elastic_memory.fast import loss as fast
 from elastic_memory.fast.kernels import cross_entropy
 from elastic_memory.model import loss as module
 
@@ -66,7 +67,7 @@ def test_the_loss_and_its_gradients(piece, narrow, device, monkeypatch):
     labels[0, 4:6] = -100
     results = []
     for fits in (True, False):
-        monkeypatch.setattr(module, "_kernel_fits", lambda hidden, head, fits=fits: fits)
+        monkeypatch.setattr(fast, "supports", lambda hidden, head, fits=fits: fits)
         with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
             loss = module.next_token_loss(hidden, head, labels, items=13)
         gradients = [torch.autograd.grad(3 * loss, (hidden, head), retain_graph=True) for _ in range(2)]
@@ -95,7 +96,7 @@ def test_only_what_is_asked_for_is_differentiated(device, monkeypatch):
     seen = []
     spied = cross_entropy.losses
     monkeypatch.setattr(cross_entropy, "losses", lambda *args: seen.append(args[2]) or spied(*args))
-    monkeypatch.setattr(module, "_kernel_fits", lambda hidden, head: True)
+    monkeypatch.setattr(fast, "supports", lambda hidden, head: True)
     hidden, head = torch.randn(1, 5, 8, device=device, requires_grad=True), torch.randn(9, 8, device=device)
     labels = torch.arange(5, device=device)[None]
     with torch.no_grad():

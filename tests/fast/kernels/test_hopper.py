@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 
 SHARED = 227 * 1024  # bytes that a program can have
 LAUNCHED = {
-    "_recall_kernel", "_recall_slopes", "_matrix_slopes", "_fold_kernel", "_fold_slopes", "_links_kernel", "_losses",
+    "recall_kernel", "recall_gradient_kernel", "matrix_gradient_kernel", "fold_kernel", "fold_gradient_kernel",
+    "chain_kernel", "_losses",
     "_climb", "_column", "_project", "_attend", "_merge", "_expand", "_contract",
 }  # fmt: skip
 

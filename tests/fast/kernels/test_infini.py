@@ -10,9 +10,9 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import elastic_memory as em
+from elastic_memory.fast import infini as module
 from elastic_memory.fast.kernels import infini
-from elastic_memory.memory import infini as module
-from elastic_memory.memory.contract import real_features
+from elastic_memory.memory.tools import real_features
 from tests.conftest import small_model
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
@@ -147,8 +147,8 @@ def test_features(dim, features, device, dtype):
 def test_a_model_trains_alike(options, road, ids, monkeypatch):
     """Loss and gradients, with queries that share keys, padded heads and a short last block."""
     results = []
-    for kernels in (None, infini):
-        monkeypatch.setattr(module.InfiniMemory, "_kernels", lambda self, *tensors, found=kernels: found)
+    for kernels in (False, True):
+        monkeypatch.setattr(module, "supports", lambda geometry, *tensors, answer=kernels: answer)
         model = small_model("infini", head_dim=6, pad_heads=True, memory_layers=[0, 2], memory_options=options)
         model.train()
         if road == "compiled":
@@ -189,8 +189,7 @@ def test_operations_keep_their_promises():
 def test_plain_code_takes_what_kernels_read(first_block, ids, monkeypatch):
     model = small_model("infini", memory_options={"first_block": first_block})
     plain = model(ids).logits
-    monkeypatch.setattr(module.InfiniMemory, "_kernels", lambda self, *tensors: infini)
-    monkeypatch.setattr(module.InfiniMemory, "mix_all", lambda self, *inputs: None)
+    monkeypatch.setattr(module, "supports", lambda geometry, *tensors: tensors[0].ndim == 4)  # to read, not to mix
     torch.testing.assert_close(model(ids).logits, plain, atol=2e-5, rtol=1e-4)
 
 
@@ -198,7 +197,7 @@ def test_plain_code_takes_what_kernels_read(first_block, ids, monkeypatch):
 @torch.no_grad()
 def test_a_prompt_is_read_alike(ids, monkeypatch):
     """Many blocks of a stream at once."""
-    monkeypatch.setattr(module.InfiniMemory, "_kernels", lambda self, *tensors: infini)
+    monkeypatch.setattr(module, "supports", lambda geometry, *tensors: True)
     model = small_model("infini")
     cache = em.MemoryCache(model)
     pieces = [model(piece, past_key_values=cache).logits for piece in ids.split([3, 37, 5], dim=1)]
@@ -246,7 +245,7 @@ def test_they_are_checked_before_use(device, dtype, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_bf16_on_a_gpu_goes_this_way(dim):
-    memory = small_model("infini", head_dim=dim).cuda().memories[1]
+    geometry = small_model("infini", head_dim=dim).memories[1].geometry
     x = torch.zeros(1, 1, 8, dim, device="cuda")
-    assert memory._kernels(x, x) is None and memory._kernels(x.half(), x.half()) is None
-    assert memory._kernels(x.bfloat16(), x.bfloat16()) is infini
+    assert not module.supports(geometry, x, x) and not module.supports(geometry, x.half(), x.half())
+    assert module.supports(geometry, x.bfloat16(), x.bfloat16())

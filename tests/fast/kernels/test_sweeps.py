@@ -1,5 +1,7 @@
 """Sweeps in one launch against the loops in plain torch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -30,7 +32,8 @@ def both(monkeypatch):
     def run(function):
         results = []
         for fused in (True, False):
-            monkeypatch.setattr(hippo, "_fused", lambda tensor, fused=fused: fused)
+            offered = SimpleNamespace(kernels_on=lambda device, fused=fused: sweeps if fused else None)
+            monkeypatch.setattr(hippo, "fast", offered)
             results.append(function())
         return results
 
@@ -43,7 +46,7 @@ def close(actual, expected, within: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=within)
 
 
-def moments(device) -> torch.Tensor:
+def sample_points(device) -> torch.Tensor:
     u = torch.rand(67, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
     return torch.cat([torch.tensor([0.0, 1.0, 0.5]), u]).to(device)
 
@@ -73,7 +76,7 @@ def test_no_ratio_gives_no_transition(device):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_values_and_areas(order, both, device, monkeypatch):
-    u = moments(device)
+    u = sample_points(device)
     within = 1e-15 * max(order, 10)
     close(*both(lambda: hippo.basis(order, u)), within)
     for entries in (1, 20 * len(u), 10**6):  # rows one by one, twenty, and all at once
@@ -112,7 +115,7 @@ def test_a_gpu_agrees_with_a_cpu_at_full_size(order):
     for ratio in (0.5, 15 / 16, 1 - 1e-5):
         ours = hippo.transition(order, ratio, 1.0, device="cuda")
         close(ours.cpu(), hippo.transition(order, ratio, 1.0), 1e-13)
-    u = moments("cpu")
+    u = sample_points("cpu")
     within = 2e-15 * order  # at the ends, where the truth is known, either road is off by about half of that
     close(hippo.basis(order, u, device="cuda").cpu(), hippo.basis(order, u), within)
     close(hippo.integral(order, u, device="cuda").cpu(), hippo.integral(order, u), within)

@@ -1,6 +1,6 @@
-"""Attention by FlashAttention-4, if it is installed: on Hopper and Blackwell faster than what torch brings along.
+"""Attention by FlashAttention-4, if it is installed: on Hopper and Blackwell faster than torch's own kernels.
 
-Operations of their own, so that compiled graphs can hold them. Shapes are [batch, token, head, dim].
+Registered as custom operations, so that compiled graphs can hold them. Shapes are [batch, token, head, dim].
 """
 
 from functools import lru_cache
@@ -15,8 +15,8 @@ from elastic_memory.shapes import Float, Tensor
 Tokens = Float[Tensor, "batch token head dim"]
 
 
-def fits(query: Tensor, key: Tensor) -> bool:
-    """Whether it can, and may, attend: its backward pass adds up in no fixed order."""
+def supports(query: Tensor, key: Tensor) -> bool:
+    """Whether it supports these tensors; not in deterministic mode, as its backward pass sums in no fixed order."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or query.dtype != key.dtype:
         return False
     if query.shape[-1] % 8 or query.shape[-1] > 128 or torch.are_deterministic_algorithms_enabled():
@@ -44,18 +44,18 @@ def _agrees(device: str, dim: int, dtype: torch.dtype) -> bool:
 
 
 def _error(device: str, dim: int, dtype: torch.dtype) -> float:
-    """Of a trapezoid, and of all its gradients."""
+    """Relative error of a trapezoid and of all its gradients."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((2, 160, 4, dim), (2, 224, 2, dim), (2, 224, 2, dim), (2, 160, 4, dim))
     *inputs, weight = (torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes)
     query, key, value = (x.float().transpose(1, 2).requires_grad_() for x in inputs)
     mask = torch.ones(160, 224, dtype=torch.bool, device=device).tril(64)
     plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    slopes = torch.autograd.grad(plain, (query, key, value), weight.float().transpose(1, 2))
+    gradients = torch.autograd.grad(plain, (query, key, value), weight.float().transpose(1, 2))
     ours = [x.requires_grad_() for x in inputs]
     mixed = causal(ours[0], ours[1], ours[2])
     found = (mixed, *torch.autograd.grad(mixed, ours, weight))
-    pairs = zip(found, (plain, *slopes), strict=True)
+    pairs = zip(found, (plain, *gradients), strict=True)
     return largest((a.float() - b.transpose(1, 2)).norm() / b.norm() for a, b in pairs)
 
 

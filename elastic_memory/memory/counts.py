@@ -1,0 +1,29 @@
+"""What reports and logs say of a memory in use: its size, its parameters, its gates."""
+
+from typing import NamedTuple
+
+from elastic_memory.memory.contract import Memory
+from elastic_memory.shapes import Tensor
+
+
+class Floats(NamedTuple):
+    """Size of the state of one row in one layer."""
+
+    carried: int
+    paper: int  # as the paper counts it
+
+
+def state_floats(memory: Memory) -> Floats:
+    """Size of the state per row."""
+    parts = [part.numel() for part in memory.start(1, "meta")]
+    return Floats(sum(parts), memory.info.paper_floats(*parts))
+
+
+def extra_parameters(memory: Memory) -> int:
+    """Trainable parameters that the mechanism adds to its layer."""
+    return sum(parameter.numel() for parameter in memory.parameters())
+
+
+def gates(memory: Memory) -> dict[str, Tensor]:
+    """How far each head's gate is open, where there are gates."""
+    return {name: gate.detach().sigmoid() for name, gate in memory.named_parameters() if name.endswith("gate")}

@@ -1,0 +1,74 @@
+"""What several mechanisms use."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from elastic_memory.shapes import Bool, Float, Tensor
+
+Reading = tuple[Tensor, ...]
+
+
+def gated(
+    gate: Float[Tensor, " head"],
+    remembered: Float[Tensor, "batch head token dim"],
+    local: Float[Tensor, "batch head token dim"],
+    visible: Bool[Tensor, "batch column"] | None,
+) -> Float[Tensor, "batch head token dim"]:
+    """g remembered + (1 - g) local with g = sigmoid(gate), and `local` alone in rows that have no reading."""
+    openness = gate.sigmoid()[:, None, None]
+    mixed = (local + openness * (remembered - local)).to(local.dtype)
+    return mixed if visible is None else torch.where(visible.any(1)[:, None, None, None], mixed, local)
+
+
+def group_by_size(blocks: int, readings: Sequence[Reading]) -> list[tuple[int, int, Reading | None]]:
+    """Neighbouring blocks whose readings have one size, for one call each: (first, last, their readings as one batch).
+
+    Block 0 is alone: it has no previous block, and a reading only if there are as many readings as blocks.
+    """
+    start, readings = (readings[0], readings[1:]) if len(readings) == blocks else (None, readings)
+    groups: list[tuple[int, int, Reading | None]] = [(0, 1, start)]
+    if not readings and blocks > 1:
+        return [*groups, (1, blocks, None)]
+    for _, group in groupby(readings, key=lambda reading: static(reading[0].shape[2])):
+        alike = list(group)
+        first = groups[-1][1]
+        stacked = tuple(torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*alike, strict=True))
+        groups.append((first, first + len(alike), stacked))
+    return groups
+
+
+def real_features(dim: int, stored: int, device: torch.device | None = None) -> Bool[Tensor, " stored"]:
+    """Which of a head's `stored` features are among its `dim` real ones: padding stands behind either half."""
+    half = torch.arange(stored // 2, device=device) < dim // 2
+    return torch.cat((half, half))
+
+
+def static(number: int) -> int:
+    """`number` as a constant of the compiled graph, under dynamic shapes too: torch.compile makes one for `range`."""
+    return len(range(number))
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least, as states are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def one_of(name: str, value: Any, names: Sequence[str]) -> Any:
+    """`value`, if it is one of `names`."""
+    if value not in names:
+        raise ValueError(f"{name}={value!r}: there are {', '.join(names)}")
+    return value
+
+
+def full_precision(function: Callable) -> Callable:
+    """Run a method without autocast: state is float32 whatever the activations are."""
+
+    def run(self: Any, state: tuple[Tensor, ...], *args: Any) -> Any:
+        with torch.autocast(state[0].device.type if state else "cpu", enabled=False):
+            return function(self, state, *args)
+
+    run.__doc__ = function.__doc__
+    return run
