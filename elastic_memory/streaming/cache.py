@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
@@ -12,9 +12,6 @@ from elastic_memory.shapes import Int, Tensor
 from elastic_memory.streaming import joining, memory_file
 from elastic_memory.streaming.reader import Reader
 from elastic_memory.streaming.texts import Part, digest, digest_text
-
-if TYPE_CHECKING:
-    from elastic_memory.model.modeling import MemoryCausalLM
 
 TEXTS = 1000  # that a cache can tell were read; each is 32 characters in a memory file
 
@@ -241,7 +238,7 @@ class MemoryCache(Reader):
         memory_file.save(self, Path(path), exact)
 
     @classmethod
-    def load(cls, path: str | Path, model: "MemoryCausalLM", force: bool = False, static: bool = False) -> Self:
+    def load(cls, path: str | Path, model: Any, force: bool = False, static: bool = False) -> Self:
         """Read a memory file. Another model's is refused; `force=True` accepts other weights if all shapes agree."""
         cache = cls(model, static)
         with torch.inference_mode(False), torch.no_grad():

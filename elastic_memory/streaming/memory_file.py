@@ -20,7 +20,6 @@ from elastic_memory.streaming.fingerprint import settings, weights_hash
 from elastic_memory.streaming.texts import Part
 
 if TYPE_CHECKING:
-    from elastic_memory.model.modeling import MemoryCausalLM
     from elastic_memory.streaming.cache import MemoryCache
 
 VERSION = 2
@@ -39,7 +38,7 @@ def content_hash(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def shape_of(model: "MemoryCausalLM") -> dict[str, Any]:
+def shape_of(model: Any) -> dict[str, Any]:
     """What a file must have in common with a model, or its tensors have no place there."""
     locality = model.base_model.layers[0].locality
     return {
@@ -222,7 +221,7 @@ def _check_version(path: Path, header: dict[str, Any]) -> None:
         )
 
 
-def _check_owner(path: Path, header: dict[str, Any], model: "MemoryCausalLM", force: bool) -> None:
+def _check_owner(path: Path, header: dict[str, Any], model: Any, force: bool) -> None:
     _check_version(path, header)
     differences = _differences(header.get("config"), shape_of(model))
     if differences:

@@ -20,16 +20,13 @@ from elastic_memory.streaming.layer_cache import LayerCache, Segment
 from elastic_memory.streaming.packing import Packing, from_mask
 from elastic_memory.streaming.texts import Part, digest
 
-if TYPE_CHECKING:
-    from elastic_memory.model.modeling import MemoryCausalLM
-
 AT_ONCE = 2**14  # tokens of whole blocks that are read together: enough for large matrix products, little to hold
 
 
 class Reader(Cache):
     """The fields of a `MemoryCache` and the methods that change them while tokens are read."""
 
-    def __init__(self, model: "MemoryCausalLM", static: bool = False):
+    def __init__(self, model: Any, static: bool = False):
         super().__init__(layers=[])
         self.model: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.static = static
