@@ -11,7 +11,7 @@ from elastic_memory.shapes import Float, Tensor
 
 LENGTH = 1024
 
-# Time of the first token, and the moments at which the reconstruction is compared with it. A token is a step of the
+# Time of the first token, and the points at which the reconstruction is compared with it. A token is a step of the
 # history, so its value belongs to the middle of the step; the paper shifts by a step and compares from edge to edge.
 CONVENTIONS = {
     "paper": (1, lambda length: torch.linspace(0, 1, length, dtype=torch.float64)),
@@ -45,6 +45,6 @@ def text(length: int, features: int, smooth: int = 1) -> Float[Tensor, "token fe
 
 def error(signal: Float[Tensor, "token ..."], order: int, method: str = "zoh", convention: str = "ours") -> float:
     """Mean squared error between a signal and its reconstruction from `order` coefficients."""
-    origin, moments = CONVENTIONS[convention]
+    origin, points = CONVENTIONS[convention]
     state = hippo.compress(signal, order, method, origin)
-    return (hippo.reconstruct(state, moments(len(signal))) - signal).square().mean().item()
+    return (hippo.reconstruct(state, points(len(signal))) - signal).square().mean().item()

@@ -121,7 +121,7 @@ def _look(
     similar, nearest = alike.topk(min(NEAREST, seen), dim=1)
     places: Any = nearest[:, 0].tolist()
     if isinstance(memory.retrieval, Bank):
-        named = memory.retrieval.moments(seen) * seen
+        named = memory.retrieval.sample_points(seen) * seen
         if named.ndim == 1 or len(named) == len(places):
             places = [*named.tolist(), *places[len(named) :]]
     return BlockView(seen, places, attention.cpu(), nearest.cpu(), similar.cpu())

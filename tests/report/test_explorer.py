@@ -119,7 +119,7 @@ def test_memory_tokens_stand_where_the_sampling_says(document):
     assert [block["seen"] for block in layer["blocks"]] == list(range(BLOCK, 200, BLOCK))
     for block in layer["blocks"]:
         (bank,) = {memory.retrieval for memory in model.memories.values()}
-        assert block["places"] == pytest.approx((bank.moments(block["seen"]) * block["seen"]).tolist())
+        assert block["places"] == pytest.approx((bank.sample_points(block["seen"]) * block["seen"]).tolist())
         heads = np.array(block["attention"])
         assert heads.shape == (model.config.num_attention_heads, bank.points) and 0 < heads.sum(1).max() < 1
 

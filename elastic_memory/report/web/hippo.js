@@ -50,10 +50,10 @@ const Hippo = (() => {
 
   const dot = (one, other) => { let sum = 0; for (let n = 0; n < other.length; n++) sum += one[n] * other[n]; return sum; };
 
-  /** The history that a state stands for, at some moments. */
-  function reconstruct(state, moments) {
+  /** The history that a state stands for, at some sample points. */
+  function reconstruct(state, points) {
     const row = new Float64Array(state.length);
-    return Array.from(moments, (u) => dot(basis(state.length, u, row), state));
+    return Array.from(points, (u) => dot(basis(state.length, u, row), state));
   }
 
   /** Means of the reconstruction over cells [left, right]. */
@@ -77,7 +77,7 @@ const Hippo = (() => {
 
   const uniformCells = (points) => cells(range(points + 1, (j) => j / points));
 
-  /** Where to look: moments, or cells [left, right]. */
+  /** Where to look: sample points, or cells [left, right]. */
   const samplings = {
     uniform: (points) => range(points, (j) => j / points),
     exponential: (points, history) => range(points, (j) => 1 - (history ** (-1 / Math.max(points - 1, 1))) ** (points - 1 - j)),
