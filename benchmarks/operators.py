@@ -52,7 +52,7 @@ def closed(order: int, device: str, tokens: int) -> list[torch.Tensor]:
 
 CASES: dict[str, Callable[[str], list[torch.Tensor]]] = {
     "bank of order 540, 16 blocks of 2048, 512 points": lambda device: plan(540, device),
-    "the same, direct road": lambda device: plan(540, device, "direct"),
+    "the same, direct algorithm": lambda device: plan(540, device, "direct"),
     "bank of order 2160": lambda device: plan(2160, device),
     "transition of order 8640": lambda device: [hippo.transition(8640, 15, 16, device=device)],
     "bank of order 8640": lambda device: plan(8640, device),

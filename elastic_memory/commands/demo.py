@@ -1,13 +1,16 @@
-"""`elastic demo`: from text to two trained models and a report, on this machine, without a download."""
+"""`elastic demo`: what the memory can do, shown on this machine in a few minutes, without a download."""
 
 import contextlib
 import io
+import math
 import sys
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from elastic_memory.commands.options import check_range
 
@@ -15,55 +18,68 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ORDERS = (8, 32, 128, 512)
-BLOCK, BLOCKS = 512, 16
+SIGNAL_BLOCK, SIGNAL_BLOCKS = 512, 16
 
-MODELS: dict[str, dict[str, Any]] = {
-    "transformer++": {"memory": "none"},
-    "elastic": {"memory": "elastic", "sampling": "exponential", "memory_multiple": 4, "config": {"memory_points": 64}},
-}
-MODEL_BLOCK, LENGTH, STEP = 64, 1024, 4096  # bytes of a block, of a row, and of an optimizer step
-HELD_OUT_ROWS = 192
+RECALL_STEPS = 400  # of training, on distances of at most 8 blocks
+DISTANCES = (1, 4, 16, 64)
+QUESTIONS = 48  # at each distance
+GROWN = 8  # times the order and the sample points, after training
+BOOKS = 20  # each read into a memory file
+BOOK_BLOCKS = 9
+
+BLOCK, LENGTH, STEP = 16, 512, 4096  # bytes of a block, of a row, and of an optimizer step
+HELD_OUT_ROWS = 128
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for data, runs, plots and the report.")] = Path("demo"),
-    tokens: Annotated[int, typer.Option(help="Bytes of text that each model is trained on.")] = 2_048_000,
+    tokens: Annotated[int, typer.Option(help="Bytes of text that the language model is trained on.")] = 1_228_800,
+    seed: Annotated[int, typer.Option(help="Seed of everything that is trained and asked.")] = 0,
 ) -> None:
-    """Train two tiny models on this machine and compare them: a few minutes on two cores, no download.
+    """See the memory at work on this machine: about four minutes on two cores, no download.
 
-    First the memory alone: four signals are compressed block by block and reconstructed. Then a model without memory
-    and one with it are trained on the source code of Python's standard library and evaluated on packages that neither
-    has seen. All results are in one page, report.html. To resume after an interruption, repeat the command.
+    1. Signals are compressed block by block and reconstructed.
+    2. Two tiny models, with and without memory, learn to recall what was said some blocks ago. Then the memory is made
+    larger, without training, and reaches further.
+    3. Texts are read into memory files of a few KiB, loaded again, and asked about.
+    4. A language model with memory is trained on the source code of Python's standard library, and evaluated with its
+    memory and without.
+
+    All results are in one page, report.html. To resume after an interruption, repeat the command.
 
         elastic demo --out demo
 
-        elastic demo --tokens 10000000
+        elastic demo --out demo-2 --seed 2
     """
     from elastic_memory.common.files import write_text
+    from elastic_memory.common.threads import choose_threads
     from elastic_memory.report.page import page
 
     check_range(STEP, 10**12, tokens=tokens)
+    check_range(0, seed=seed)
     console = Console()
+    choose_threads()
+    found = []
     _step(console, 1, "The memory alone: compress four signals and reconstruct them")
-    memory_at_work(out / "results", console)
-    _step(console, 2, "Prepare the text: source code of Python's standard library, one token per byte")
-    _prepare(out / "data")
-    _step(console, 3, f"Train two models on {tokens:,} bytes each, the same ones in the same order")
-    runs = [_train(name, out, tokens) for name in MODELS]
-    _step(console, 4, "Evaluate both on packages they have not seen")
-    _compare(runs, out, console)
+    found += memory_at_work(out / "results", console)
+    _step(console, 2, "Recall: two numbers are said once and asked for some blocks later")
+    found += _recall(out, seed, console)
+    _step(console, 3, f"Memory files: read {BOOKS} texts, save what the model remembers, load it, ask")
+    found += _ask_files(out, seed, console)
+    _step(console, 4, f"A language model of Python source code, in blocks of {BLOCK} bytes")
+    found += _language_model(out, tokens, seed, console)
+    _conclude(found, out, console)
     write_text(out / "report.html", page(out, "Elastic Memory: the demo"))
-    console.print(f"report, with plots: {out / 'report.html'}")
 
 
-def memory_at_work(out: Path, console: Console) -> Path:
-    """Compress four signals, print how much of each every order keeps, and return the plot."""
+def memory_at_work(out: Path, console: Console) -> list[tuple[str, str]]:
+    """Compress four signals, and print and plot how much of each every order keeps."""
     from elastic_memory.common.files import write_text
     from elastic_memory.evaluation.signals import noise, sines, text
     from elastic_memory.report import plots
     from elastic_memory.report.tables import Table
 
-    length = BLOCK * BLOCKS
+    length = SIGNAL_BLOCK * SIGNAL_BLOCKS
     signals = {
         "20 sines": sines(20, length)[:, None],
         "text, smoothed": text(length, features=16, smooth=64),
@@ -78,7 +94,7 @@ def memory_at_work(out: Path, console: Console) -> Path:
         shown = {f"order {order}": guess[:, 0].tolist() for order, guess in back.items() if order != ORDERS[0]}
         panels[name] = (signal[:, 0].tolist(), shown)
     table = Table(
-        title=f"Share of the variance reconstructed from {length:,} tokens, read in {BLOCKS} blocks",
+        title=f"Share of the variance reconstructed from {length:,} tokens, read in {SIGNAL_BLOCKS} blocks",
         columns=("signal", *(f"order {order}" for order in ORDERS)),
         rows=rows,
         note="A memory of order N keeps N numbers per feature: a smooth signal is reconstructed in full, "
@@ -88,7 +104,8 @@ def memory_at_work(out: Path, console: Console) -> Path:
     picture = plots.reconstructions(panels, out / "memory.png")
     write_text(out / "memory.md", table.markdown())
     console.print(f"plot: {picture}")
-    return picture
+    signal, *shares = rows[1]
+    return [(f"{length:,} tokens of smoothed text in {ORDERS[-2]} coefficients: variance kept", shares[-2])]
 
 
 def _remember(signal: "Tensor", order: int) -> "Tensor":
@@ -99,38 +116,158 @@ def _remember(signal: "Tensor", order: int) -> "Tensor":
 
     bank = Bank(order, points=len(signal), sampling="midpoints")
     state = torch.zeros(order, signal.shape[1], dtype=torch.float64)
-    for start in range(0, len(signal), BLOCK):
-        step = bank.step(start, start + BLOCK, "cpu", torch.float64)
-        state = step.transition @ state + step.projection @ signal[start : start + BLOCK]
+    for start in range(0, len(signal), SIGNAL_BLOCK):
+        step = bank.step(start, start + SIGNAL_BLOCK, "cpu", torch.float64)
+        state = step.transition @ state + step.projection @ signal[start : start + SIGNAL_BLOCK]
     return bank.reconstruction(len(signal), "cpu", torch.float64) @ state
 
 
-def _step(console: Console, index: int, text: str) -> None:
-    console.print(f"\n[bold]{index}. {text}[/bold]", highlight=False)
+def _recall(out: Path, seed: int, console: Console) -> list[tuple[str, str]]:
+    """Train both models, unless that is done, and ask them; the one with memory as it is, and with a larger memory."""
+    from elastic_memory.common.files import write_json, write_text
+    from elastic_memory.common.strict import read_json
+    from elastic_memory.report.tables import Table
+    from elastic_memory.reproduction.tables.recall import TWO_MODELS
+
+    file = out / "results" / "recall.json"
+    names = {"without memory": "Transformer++", "elastic memory": "Elastic, uniform"}
+    if not file.exists():
+        records = []
+        for name, row in names.items():
+            model = _learned(out / "recall" / name.replace(" ", "-"), TWO_MODELS[row], seed, name)
+            records += _asked(model, name, seed)
+            if name != "without memory":
+                config = model.config
+                model.set_retrieval(order=GROWN * config.memory_order, points=GROWN * config.memory_points)
+                records += _asked(model, f"the same, {GROWN} times as large, not trained again", seed)
+        plan = {"task": "passkey", "steps": RECALL_STEPS, "questions": QUESTIONS, "seed": seed}
+        write_json(file, {"table": "recall", "tier": "demo", "device": "cpu", "plan": plan, "rows": records})
+    records = read_json(file)["rows"]
+    right = {
+        name: {it["distance"]: f"{it['accuracy']:.0%}" for it in records if it["row"] == name}
+        for name in dict.fromkeys(it["row"] for it in records)
+    }
+    table = Table(
+        title="Recall: share of right answers by distance in blocks",
+        columns=["model", *map(str, DISTANCES)],
+        rows=[[name, *shares.values()] for name, shares in right.items()],
+        note=f"Trained for {RECALL_STEPS} steps on distances up to {BOOK_BLOCKS - 1} blocks; {QUESTIONS} questions a "
+        "cell; guessing gets 0.4%.",
+    )
+    console.print(table.rich())
+    write_text(out / "results" / "recall.md", table.markdown())
+    last = " / ".join(shares[DISTANCES[-1]] for shares in right.values())
+    return [(f"recall {DISTANCES[-1]} blocks back: without memory / with / {GROWN} times as large", last)]
 
 
-def _prepare(folder: Path) -> None:
+def _learned(folder: Path, memory: dict[str, str], seed: int, name: str) -> Any:
+    """A model that has learnt the task; trained once, then loaded."""
+    import elastic_memory as em
+    from elastic_memory.evaluation.recall import learn
+    from elastic_memory.reproduction.tables.recall import PLANS, build
+
+    if (folder / "model.safetensors").exists():
+        return em.MemoryLlamaForCausalLM.from_pretrained(folder).eval()
+    model = build(memory, PLANS["smoke"]["model"], seed)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        bar = progress.add_task(f"training {name}", total=RECALL_STEPS)
+        learn(
+            model, "passkey", BOOK_BLOCKS, RECALL_STEPS, rows=32, learning_rate=3e-3, seed=seed,
+            report=lambda step, loss: progress.advance(bar),
+        )  # fmt: skip
+    model.save_pretrained(folder)
+    return model
+
+
+def _asked(model: Any, name: str, seed: int) -> list[dict[str, Any]]:
+    """The model's answers at each distance, as records of the recall table."""
+    import dataclasses
+
+    from elastic_memory.evaluation.recall import recall
+
+    results = recall(model, "passkey", DISTANCES, samples=QUESTIONS, seed=seed + 1)
+    return [{"row": name, **dataclasses.asdict(result)} for result in results]
+
+
+def _ask_files(out: Path, seed: int, console: Console) -> list[tuple[str, str]]:
+    """Read texts into memory files; load each into a new cache, and ask for what was said in the first block."""
+    import torch
+
+    import elastic_memory as em
+    from elastic_memory.evaluation.recall import ASK, passkey, sample
+
+    model = em.MemoryLlamaForCausalLM.from_pretrained(out / "recall" / "elastic-memory").eval()
+    random, right, size = Random(f"books {seed}"), 0, 0
+    folder = out / "memories"
+    folder.mkdir(exist_ok=True)
+    for book in range(BOOKS):
+        fact = passkey(random)
+        row = sample(fact, BOOK_BLOCKS - 1, BOOK_BLOCKS, model.config.block_size, random)
+        file, key = folder / f"book-{book}.memory.safetensors", fact.questions[0].answer
+        cache = em.MemoryCache(model)
+        with torch.no_grad():
+            model(torch.tensor([row[: -len(key) - 1]]), past_key_values=cache)
+        cache.save(file)
+        loaded, asked = em.MemoryCache.load(file, model), torch.tensor([[ASK]])
+        settings = {"max_new_tokens": len(key), "do_sample": False}
+        answer = model.generate(asked, past_key_values=loaded, **settings)[0, 1:].tolist()
+        right, size = right + (answer == key), size + file.stat().st_size
+        if book < 3:
+            console.print(f"  {file.name}: said {key}, asked after loading, answered {answer}", highlight=False)
+    console.print(
+        f"  {right} of {BOOKS} right; {len(row)} tokens in a file of {size / BOOKS / 1024:.1f} KiB", highlight=False
+    )
+    return [(f"texts asked through a file of {size / BOOKS / 1024:.0f} KiB: right answers", f"{right} of {BOOKS}")]
+
+
+def _language_model(out: Path, tokens: int, seed: int, console: Console) -> list[tuple[str, str]]:
+    """Train a model with memory, unless that is done, and read unseen packages with its memory and without."""
+    from elastic_memory.commands.evaluate import evaluate
     from elastic_memory.commands.prepare import prepare
+    from elastic_memory.common.strict import read_json
 
-    prepare(["stdlib"], tokenizer="bytes", length=LENGTH, out=folder)
+    prepare(["stdlib"], tokenizer="bytes", length=LENGTH, out=out / "data")
+    run = _train(out, tokens, seed)
+    file = out / "results" / f"{run.name}.json"
+    if not file.exists():
+        with contextlib.redirect_stdout(io.StringIO()):  # what it prints is said below
+            evaluate(str(run), data=out / "data", limit=HELD_OUT_ROWS, batch_size=16, protocol=["P0", "P4"], out=file)
+    kept, erased = (read_json(file)["metrics"]["ppl"][protocol] for protocol in ("P0", "P4"))
+    lower = sum(a < b for a, b in zip(kept["by_block"][1:], erased["by_block"][1:], strict=True))
+    blocks = len(kept["by_block"]) - 1
+    # of each document the sum of the losses and the number of tokens
+    pairs = [(kept["by_document"][name], erased["by_document"][name]) for name in kept["by_document"]]
+    gains = sorted(math.expm1(without[0] / without[1] - own[0] / own[1]) for own, without in pairs)
+    console.print(
+        f"Perplexity on packages it has not seen: {kept['ppl']:.3f}; {erased['ppl']:.3f} if its memory is erased at "
+        f"every block, higher by {gains[0]:.1%} to {gains[-1]:.1%} in the {len(gains)} documents. The memory lowers "
+        f"perplexity in {lower} of {blocks} blocks; the first block has no memory, and the same perplexity both ways. "
+        "A model trained without memory would have learnt to do without: compare such models by "
+        "`elastic reproduce main`.",
+        highlight=False,
+    )
+    shown = f"{erased['ppl'] / kept['ppl'] - 1:.1%}, in {lower} of {blocks} blocks"
+    return [("language model: perplexity is higher without its memory by", shown)]
 
 
-def _train(name: str, out: Path, tokens: int) -> Path:
-    """Train a model of `MODELS`, unless that is done; returns its run folder."""
+def _train(out: Path, tokens: int, seed: int) -> Path:
+    """Train the language model, unless that is done; returns its run folder."""
     from elastic_memory.training.recipe import Recipe
     from elastic_memory.training.runs import StoppedError
     from elastic_memory.training.session import Resume, train
 
-    chosen = MODELS[name]
+    config = {"block_size": BLOCK, "memory_points": 64}
     recipe = Recipe.parse(
         {
-            "name": name,
-            "model": {**chosen, "preset": "tiny", "config": {"block_size": MODEL_BLOCK, **chosen.get("config", {})}},
-            "training": {"tokens": tokens, "length": LENGTH, "batch_tokens": STEP, "precision": "fp32"},
+            "name": "demo",
+            "model": {"preset": "tiny", "memory": "elastic", "sampling": "exponential", "memory_multiple": 4,
+                      "config": config},
+            "training": {"tokens": tokens, "length": LENGTH, "batch_tokens": STEP, "precision": "fp32", "seed": seed},
             "execution": {"device": "cpu", "micro_batch": STEP // LENGTH, "save_every": 50},
         },
         "demo",
-    )
+    )  # fmt: skip
     try:
         # another number of threads only changes rounding: no reason to refuse a demo
         result = train(recipe, out / "data", out / "runs", Resume(allowed=True, or_start=True, new_machine=True))
@@ -140,25 +277,22 @@ def _train(name: str, out: Path, tokens: int) -> Path:
     return out / "runs" / result["name"]
 
 
-def _compare(runs: list[Path], out: Path, console: Console) -> None:
-    """Evaluate the models that are not evaluated yet, and print perplexity by block."""
-    from elastic_memory.commands.evaluate import evaluate
-    from elastic_memory.common.strict import read_json
-    from elastic_memory.report.page import perplexity_by_block
+def _step(console: Console, index: int, text: str) -> None:
+    console.print(f"\n[bold]{index}. {text}[/bold]", highlight=False)
 
-    files = [out / "results" / f"{run.name}.json" for run in runs]
-    for run, file in zip(runs, files, strict=True):
-        if not file.exists():
-            with contextlib.redirect_stdout(io.StringIO()):  # prints one model at a time; the table below has both
-                evaluate(str(run), data=out / "data", limit=HELD_OUT_ROWS, batch_size=16, out=file)
-    evaluations = [read_json(file) for file in files]
-    for table in perplexity_by_block(evaluations):
-        console.print(table.rich())
-    first, last = (evaluation["metrics"]["ppl"]["P0"]["by_block"] for evaluation in evaluations)
-    lower = sum(b < a for a, b in zip(first[1:], last[1:], strict=True))
-    console.print(
-        f"After the first block {runs[1].name} has the lower perplexity in {lower} of {len(first) - 1} blocks; "
-        f"{runs[0].name} sees only its own block of {MODEL_BLOCK} bytes. One seed each: in block 0, where there is "
-        f"nothing to remember yet, they already differ by {last[0] / first[0] - 1:+.1%}.",
-        highlight=False,
-    )
+
+def _conclude(found: list[tuple[str, str]], out: Path, console: Console) -> None:
+    """What was seen, where the page is, and what to try next."""
+    from elastic_memory.report.tables import Table
+
+    console.print()
+    console.print(Table("What was seen", ["", ""], found, "").rich())
+    console.print(f"report, with charts: {out / 'report.html'}", soft_wrap=True)
+    console.print("try next:", highlight=False)
+    run = next((out / "runs").iterdir())
+    for command in (
+        f"elastic explore {out / 'memories' / 'book-0.memory.safetensors'}    # look into a memory, in a browser",
+        f"elastic generate {run} --prompt 'import os' --max-new-tokens 200",
+        "elastic reproduce list                       # the tables of the paper, each by a command",
+    ):
+        console.print(f"  {command}", highlight=False, soft_wrap=True)

@@ -44,7 +44,7 @@ def run(tier: str, out: Path) -> Table:
     records, lines = [], []
     for task in plan["tasks"]:
         for row, memory in plan["rows"].items():
-            model = _model(memory, plan["model"]).to(device)
+            model = build(memory, plan["model"]).to(device)
             learn(model, task, TRAINED, plan["steps"], rows=plan["batch"], learning_rate=3e-3)
             for name in _readings(model, row, memory["memory"]):
                 found = recall(model, task, DISTANCES, samples=plan["samples"])
@@ -73,9 +73,10 @@ def _readings(model: Any, row: str, memory: str) -> Iterator[str]:
         yield f"{row}, {GROWN}x at test time"
 
 
-def _model(memory: dict[str, str], shape: dict[str, Any]) -> Any:
+def build(memory: dict[str, str], shape: dict[str, Any], seed: int = 0) -> Any:
+    """A model of this shape with this memory, not trained yet."""
     values = {name: value for name, value in shape.items() if name != "points"}
     if MEMORIES[memory["memory"]].has_option("points"):
         values["memory_points"] = shape["points"]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset(**values, **memory, vocab_size=VOCABULARY))
