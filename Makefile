@@ -4,7 +4,7 @@ VENV   ?= .venv
 RUN    := $(VENV)/bin/python -m
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-faults test-gpu test-transformers mutants check bench bench-gpu clean help
+.PHONY: demo dist test test-slow test-faults test-wheel test-gpu test-transformers mutants check bench bench-gpu clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -39,6 +39,12 @@ test-transformers: $(SOURCES)  ## transformers' own tests on every memory, and t
 
 mutants: $(READY)      ## break each guarded line and expect a red test: ten minutes; ARGS="checkpoints" chooses
 	$(RUN) tests.mutants $(ARGS)
+
+dist: $(READY)         ## wheel and source distribution in dist/
+	$(RUN) build --no-isolation
+
+test-wheel: $(READY)   ## a wheel in an empty environment: demo, tables, training
+	$(RUN) pytest -m slow tests/test_wheel.py $(ARGS)
 
 test-gpu:        ## on a machine with CUDA; uses the interpreter's own packages
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import elastic_memory as em
-from elastic_memory.training.environment import environment
+from elastic_memory.common.environment import environment
 
 SHAPE = dict(hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
              vocab_size=256, block_size=64)  # fmt: skip

@@ -20,8 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import elastic_memory as em
+from elastic_memory.common.environment import environment
 from elastic_memory.fast import decoder
-from elastic_memory.training.environment import environment
 
 TERABYTES = 4.3
 OURS = ("_project", "_attend", "_merge", "_expand", "_contract")

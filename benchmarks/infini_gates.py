@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.environment import environment
 from elastic_memory.data import prepare, samples
+from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.loading import load_model
-from elastic_memory.evaluation.rows import Spread
-from elastic_memory.training.environment import environment
 from elastic_memory.training.recipe import load_recipe
 from elastic_memory.training.session import train
 

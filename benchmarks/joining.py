@@ -21,8 +21,8 @@ from statistics import median
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.environment import environment
 from elastic_memory.streaming.reader import AT_ONCE
-from elastic_memory.training.environment import environment
 
 
 def clock(device):

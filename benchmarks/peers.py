@@ -28,9 +28,9 @@ import transformers
 from torch import Tensor, nn
 
 import elastic_memory as em
+from elastic_memory.common.environment import environment
+from elastic_memory.common.files import write_json
 from elastic_memory.memory import MEMORIES
-from elastic_memory.training.environment import environment
-from elastic_memory.training.files import write_json
 
 BASE = "Transformer++"
 LENGTHS, ROWS = {"100m": 32768, "tiny": 256}, {"100m": 4, "tiny": 2}

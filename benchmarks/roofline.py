@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import elastic_memory as em
-from elastic_memory.training.environment import environment
+from elastic_memory.common.environment import environment
 
 TERAFLOPS, TERABYTES, PEAK = 790, 4.3, 989
 PARTS = (

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.environment import environment
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.streaming.reader import AT_ONCE
-from elastic_memory.training.environment import environment
 
 
 def clock(device):

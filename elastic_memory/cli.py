@@ -1,6 +1,7 @@
 """The command `elastic`: one function of `elastic_memory.commands` per subcommand, imported when it is called."""
 
 import importlib
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -11,20 +12,21 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
     "demo": "Train two tiny models on this machine and compare them.",
-    "prepare": "Turn text into rows of tokens of one length.",
-    "train": "Train what a recipe says; resume what was interrupted.",
-    "evaluate": "Perplexity, LongPPL and probes of a checkpoint.",
-    "generate": "Continue a text of any length, with the memory kept in a file.",
-    "memory": "Read texts into memory files, join the files, look into them.",
-    "reproduce": "Regenerate a table of the paper, its values beside ours.",
-    "report": "One self-contained HTML page from a folder of results.",
-    "bench": "A short version of the benchmarks, as ratios.",
-    "selfcheck": "Check every equivalence the library relies on, on this machine.",
+    "prepare": "Tokenize a corpus into rows of one length.",
+    "train": "Train the model of a recipe; resume an interrupted run.",
+    "evaluate": "Measure a model: perplexity, LongPPL, probes of its memory.",
+    "generate": "Continue a text of any length; keep its memory in a file.",
+    "memory": "Read texts into memory files; join and inspect them.",
+    "reproduce": "Regenerate tables of the paper, with its values beside ours.",
+    "report": "Make one self-contained HTML page of results, with charts.",
+    "explore": "The memory microscope: a page that shows what a memory keeps.",
+    "bench": "Time every memory, as ratios to the model without memory.",
+    "selfcheck": "Check on this machine that fast and plain computation agree.",
 }
 
 
 class Command(TyperCommand):
-    """A subcommand; torch, transformers and our models, which it will need, are imported when it runs."""
+    """A subcommand; torch, transformers and our models are imported when it runs."""
 
     def invoke(self, ctx: Any) -> Any:  # noqa: D102
         importlib.import_module("elastic_memory.model")
@@ -32,7 +34,7 @@ class Command(TyperCommand):
 
 
 class LazyGroup(TyperGroup):
-    """Imports a subcommand's module only when it is called, so that `elastic --help` needs none of them."""
+    """Imports the module of a subcommand only when it is called, so that `elastic --help` is fast."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: D102
         return list(COMMANDS)
@@ -43,10 +45,10 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: D102
         name, _, rest = super().resolve_command(ctx, args)
         function = getattr(importlib.import_module(f"elastic_memory.commands.{name}"), str(name))
-        if isinstance(function, typer.Typer):  # a command of several
+        if isinstance(function, typer.Typer):  # has subcommands of its own
             return name, typer.main.get_command(function), rest
         one = typer.Typer(add_completion=False)
-        one.command(name, cls=Command, help=function.__doc__)(function)
+        one.command(name, cls=Command, help=_paragraphs(function.__doc__))(function)
         return name, typer.main.get_command(one), rest
 
 
@@ -55,17 +57,23 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Elastic Memory.",
+    help="Elastic Memory: a fixed-size memory for Llama. `elastic COMMAND --help` explains each command.",
 )
 
 
 @app.callback()
 def _root() -> None:
-    """Elastic Memory: a fixed-size memory for Llama. `elastic COMMAND --help` explains each command."""
+    pass
+
+
+def _paragraphs(text: str) -> str:
+    """A docstring with each paragraph on one line, for terminals of any width."""
+    parts = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else " ".join(part.split()) for part in parts)
 
 
 EXPECTED = (ValueError, OSError, KeyError, RecursionError)
-EXPECTED_BY_NAME = {"SafetensorError", "StrictDataclassError"}  # of packages that the help must not import
+EXPECTED_BY_NAME = {"SafetensorError", "StrictDataclassError"}  # of packages that are too slow to import for --help
 
 
 def main() -> None:
@@ -81,7 +89,7 @@ def main() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """What happened, in one line; where in our own code, if the error itself does not tell."""
+    """The error in one line; with a place in the code if the message alone would not explain it."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split())

@@ -1,71 +1,82 @@
-"""Write the tables of `results/`, the ledger, and the results of README and docs, from the records in the repository.
+"""Write the tables of `results/`, the ledger, and the results in README and docs, from the records in `results/runs`.
 
 python scripts/results.py        # in the root of the repository
 """
 
-import statistics
+from itertools import compress
 from pathlib import Path
 
+from elastic_memory.common.strict import read_json
 from elastic_memory.report import plots
 from elastic_memory.report.catalogue import insert
-from elastic_memory.report.speed import headline, training
+from elastic_memory.report.speed import headline
 from elastic_memory.report.tables import Table
 from elastic_memory.reproduction import ledger
 from elastic_memory.reproduction.lab import Lab
 from elastic_memory.reproduction.tables import experiments
 from elastic_memory.training.plan import make_plan, measurements
 from elastic_memory.training.recipe import RECIPES, variants
-from elastic_memory.training.strict import read_json
 
 INDEX = """\
 # Results
 
-Every number here was measured. Tables of trained models are made from the records in `runs/` by
-`python scripts/results.py` (or `elastic reproduce TABLE --tier small --minutes 0`). A record is one run: recipe, seed,
-data hash, machine, versions, commit, date, loss curve, and each measurement with its protocol.
-`elastic reproduce status --tier small` says what is still missing; `elastic reproduce claims --tier small` judges the
-paper's claims anew (`claims-small.json` has every comparison with its numbers, seeds and interval).
+```sh
+elastic reproduce status --tier small       # what is still missing
+elastic reproduce claims --tier small       # the paper's claims, judged by these numbers
+python scripts/results.py                   # writes all tables of trained models again, from the records in runs/
+```
 
-How to read them: the corpora `books`, `proofs` and `edu` stand for PG-19, Proof-Pile and FineWeb-Edu. They are far
-smaller, and perplexities on them cannot be compared with the paper's in brackets. With one seed a model, no ranking of
-models is decided: these models differ by up to 19% in block 0, where no memory can help. In parentheses stands what a
-single run does show, its gain from memory: how much higher its perplexity is when its memory is erased. That is how
-much a model has come to depend on its memory, an upper bound on what the memory is worth. Speed, inference, recall and
-signals in this folder come from measurements of their own.
+Every number here was measured. A record in `runs/` is one run: recipe, seed, data hash, machine, versions, commit,
+date, loss curve, and each measurement with its protocol. `claims-small.json` has every comparison with its numbers,
+seeds and interval. Speed, inference, recall and signals have records of their own in this folder.
+
+How to read the tables:
+
+- **The paper's values are in brackets.** The corpora `books`, `proofs` and `edu` replace PG-19, Proof-Pile and
+  FineWeb-Edu. They are far smaller: perplexities on them cannot be compared with the paper's.
+- **One seed per model decides no ranking.** These models differ by up to 19% in block 0, where no memory can help.
+- **The gain from memory is in parentheses:** how much the perplexity of a model rises when its memory is erased. It
+  shows how much the model depends on its memory, an upper bound on what the memory is worth.
+"""
+
+RECALL = """\
+**Recall.** Two tokens are said once and asked for many blocks later. The last row is the second model after training,
+with order and sample points raised eightfold. Record: [recall.json](results/recall.json).
+"""
+
+LANGUAGE = """\
+**Language modelling.** Models of 34M parameters, trained on 150M tokens of mathematical text. The picture shows how
+much the perplexity of each model rises when its memory is erased at every block: an upper bound on what the memory is
+worth. The paper ranks the mechanisms differently. At this scale and with so few seeds no ranking is decided. What is
+missing, the paper's claims one by one, and how to read the numbers: [results](results/README.md). Record:
+[main-small.json](results/main-small.json).
 """
 
 
 def overview(root: Path) -> str:
-    """The README's results: the main table, how the paper's claims fared, recall and speed."""
-    main, claims = ((root / "results" / f"{name}.md").read_text() for name in ("main-small", "claims-small"))
+    """The README's results: recall by distance, the main table, speed; each with a link to its record."""
     picture = "![What memory gains in each block](results/gain-by-block-small.png)\n"
-    return "\n".join([gains(root), picture, main, claims, recall(root), headline(root), training(root)])
+    speed = f"**Speed.** {headline(root)}"
+    links = "Records: [speed](results/speed-paper.json), [peers and streams](benchmarks/results).\n"
+    return "\n".join([RECALL, recall_table(root), LANGUAGE, picture, main(root), speed, links])
 
 
-def gains(root: Path) -> str:
-    """What each model's memory is worth on proofs, in a sentence."""
-    found = {}
-    for entry in read_json(root / "results" / "main-small.json")["cells"]:
-        runs = [run["measured"]["ppl"]["gain"] for run in entry["runs"] if "gain" in run["measured"].get("ppl", {})]
-        if entry["column"] == "{proofs} PPL" and runs and max(runs) > 0:
-            found[entry["row"]] = (statistics.fmean(runs), len(runs))
-    ranked = sorted(found.items(), key=lambda pair: -pair[1][0])
-    listed = ", ".join(f"{row} {gain:.1%}" for row, (gain, _) in ranked)
-    seeds = max(count for _, count in found.values())
-    return (
-        "How much the perplexity of a model rises when its memory is erased at every block, an upper bound on what the "
-        f"memory is worth, on mathematical text (34M parameters, 150M tokens, seeds: {seeds}): {listed}. "
-        "This is not the paper's ranking; what is missing, and how to read it: [results](results/README.md).\n"
-    )
+def main(root: Path) -> str:
+    """The main table without the columns that have no number of ours yet; its note says how many are missing."""
+    lines = (root / "results" / "main-small.md").read_text().splitlines()
+    cells = [line.split("|") for line in lines if line.startswith("|")]
+    measured = [not all(cell.startswith(" - [") for cell in column[2:]) for column in zip(*cells, strict=True)]
+    shorter = ["|".join(compress(row, measured)) for row in cells]
+    return "\n".join([*lines[:2], *shorter, *lines[2 + len(cells) :]]) + "\n"
 
 
-def recall(root: Path) -> str:
-    """What `elastic reproduce recall` wrote."""
+def recall_table(root: Path) -> str:
+    """The table of `elastic reproduce recall`."""
     return (root / "results" / "recall.md").read_text()
 
 
 def plan(root: Path) -> str:
-    """What the paper's runs would take on eight H200, from the runs in `results/`."""
+    """Time and cost of the paper's runs on eight H200, estimated from the runs in `results/`."""
     devices, price, rows = 8, 2.5, []
     measured = measurements(root / "results")
     for path in sorted((RECIPES / "paper").glob("*.yaml")):
@@ -85,7 +96,7 @@ def plan(root: Path) -> str:
 
 
 def pictures(root: Path) -> None:
-    """PPL by block, and what memory gains in each block, of the main table's models on proofs."""
+    """Plots for the main table's models on proofs: PPL by block, and the gain from memory by block."""
     results, ppl, gain = root / "results", {}, {}
     for entry in read_json(results / "main-small.json")["cells"]:
         for run in entry["runs"][:1] if entry["column"] == "{proofs} PPL" else []:
@@ -103,14 +114,14 @@ def pictures(root: Path) -> None:
 
 
 def index(root: Path) -> str:
-    """`results/README.md`: what lies here, and all tables."""
+    """`results/README.md`: an introduction and all tables."""
     names = [f"{name}-small" for name in experiments()] + ["claims-small"]
     tables = "\n".join((root / "results" / f"{name}.md").read_text() for name in names)
     return INDEX + "\n" + tables
 
 
 def write(root: Path) -> None:
-    """Bring tables, ledger and pages up to date with the records."""
+    """Update tables, ledger and pages from the records."""
     lab = Lab("small", root / "results")
     for experiment in experiments().values():
         experiment.write(lab)

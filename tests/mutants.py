@@ -24,24 +24,24 @@ class Mutant(NamedTuple):
 
 # File and its tests: what stands there once, what instead, and which of the tests must fail.
 GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
-    ("elastic_memory/training/checkpoints.py", "tests/training/test_checkpoints.py"): [
+    ("elastic_memory/common/checksums.py", "tests/training/test_checkpoints.py"): [
         ("sha256(folder / name) != digest", "False", ""),
         ("if not sealed:", "if False:", ""),
         ("manifest.get(key) != wanted", "False", "another_run"),
+    ],
+    ("elastic_memory/training/checkpoints.py", "tests/training/test_checkpoints.py"): [
         ("if step <= saved]", "]", "just_saved"),
         ("folder_of(checkpoints, step).rename(doomed)", "doomed = folder_of(checkpoints, step)", "killed"),
     ],
-    ("elastic_memory/training/files.py", "tests/training/test_checkpoints.py"): [
+    ("elastic_memory/common/files.py", "tests/training/test_checkpoints.py"): [
         ("os.replace(staged, final)", "__import__('shutil').copytree(staged, final)", "killed"),
-    ],
-    ("elastic_memory/data/folders.py", "tests/training/test_checkpoints.py"): [
         (
             'temporary = path.with_name(f"{path.name}.tmp")\n    temporary.unlink(missing_ok=True)',
             "temporary = path\n    temporary.unlink(missing_ok=True)",
             "killed",
         ),
     ],
-    ("elastic_memory/data/folders.py", "tests/test_bad_inputs.py"): [
+    ("elastic_memory/common/files.py", "tests/test_bad_inputs.py"): [
         ("not path.is_file():", "False:", "pipe or rows"),
     ],
     ("elastic_memory/training/logs.py", "tests/training/test_resume.py"): [
@@ -51,6 +51,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("elastic_memory/training/runs.py", "tests/training/test_resume.py"): [
         ('line["step"] != number', "False", "missing_from"),
+        ("None if cuda else torch.backends.cpu.get_cpu_capability()", "None", "instruction"),
     ],
     ("elastic_memory/training/session.py", "tests/training/test_resume.py"): [
         ("self.rows.verify_rows()", "pass", "equal_size"),
@@ -62,9 +63,6 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("if changed and not", "if False and not", "instruction"),
         ("self._refuse_to_start()", "pass", "nothing_was_begun"),
-    ],
-    ("elastic_memory/training/environment.py", "tests/training/test_resume.py"): [
-        ("None if cuda else torch.backends.cpu.get_cpu_capability()", "None", "instruction"),
     ],
     ("elastic_memory/training/trainer.py", "tests/training/test_resume.py"): [
         ("if not self._finite():", "if False:", "never_saved"),
@@ -92,7 +90,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("elastic_memory/training/session.py", "tests/training/test_limits.py"): [
         ("self.fresh and", "False and", "micro_batch"),
     ],
-    ("elastic_memory/training/models.py", "tests/training/test_models.py"): [
+    ("elastic_memory/evaluation/model_files.py", "tests/training/test_model_files.py"): [
         ("if not (folder / MANIFEST).exists():", "if True:", "flipped"),
         ("if added:", "if False:", "adapter"),
         ("if name in found:", "if False:", "two_files and bare"),
@@ -128,14 +126,14 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("except (pyarrow.ArrowException, OSError) as error:", "except ZeroDivisionError as error:", "pages"),
     ],
     ("elastic_memory/data/parts.py", "tests/data/test_damaged_sources.py"): [
-        ("FOLD = 1000", "FOLD = 10**9", "unpacks"),
+        ("MOST_EXPANSION = 1000", "MOST_EXPANSION = 10**9", "unpacks"),
     ],
     ("elastic_memory/data/prepare.py", "tests/data/test_damaged_sources.py"): [
         ("< touched:", "< 0:", "between_two_runs"),
-        ("if recorded.get(name) != sha256:", "if False:", "taken_for"),
+        ("if recorded.get(name) != known:", "if False:", "taken_for"),
     ],
     ("elastic_memory/data/gather.py", "tests/data/test_prepare.py"): [
-        ('.hexdigest() != record["sha256"]', ' == ""', "damaged_part"),
+        ('if sha256(path) != record["sha256"]:', "if False:", "damaged_part"),
     ],
     ("elastic_memory/cli.py", "tests/test_bad_inputs.py"): [
         ("EXPECTED = (ValueError, OSError,", "EXPECTED = (ValueError,", "errors_of_files"),
@@ -146,7 +144,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("elastic_memory/commands/evaluate.py", "tests/evaluation/test_evaluate_command.py"): [
         ("own.sha256 != made", "None == made", "another_vocabulary"),
-        ("+ PADDING:", "+ 10**9:", "another_vocabulary"),
+        ("+ SPARE_TOKENS:", "+ 10**9:", "another_vocabulary"),
         ("column.min_width = max", "column.min_width = 0 * max", "80_columns"),
     ],
 }

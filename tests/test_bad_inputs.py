@@ -54,7 +54,7 @@ BAD = [
     (EVALUATE, ["--alpha", "nan"], "--alpha nan"),
     (EVALUATE, ["--metric", "reconstruction", "--reconstruct", "1000000000"], "--reconstruct 1000000000"),
     (EVALUATE, ["--out", "rows"], "rows is a folder: name a file"),
-    (EVALUATE, ["--out", "pipe"], "pipe is no regular file"),
+    (EVALUATE, ["--out", "pipe"], "pipe is not a regular file"),
     (EVALUATE, ["--out", "rows/train.bin/x.json"], "Not a directory"),
     (["bench", "--memory", "none"], ["--rows", "-1"], "--rows -1"),
     (["bench", "--memory", "none"], ["--length", "0"], "--length 0"),

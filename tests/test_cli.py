@@ -52,6 +52,15 @@ def test_help_takes_less_than_half_a_second_of_cpu(arguments):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
+def test_help_has_no_line_breaks_inside_a_paragraph(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "explains each command" in call(monkeypatch, capsys, "--help")[1]
+    for name in ("train", "evaluate", "prepare", "reproduce"):
+        shown = call(monkeypatch, capsys, name, "--help")[1].partition("Arguments")[0]
+        broken = re.findall(r"^ ?\S.{0,80}[a-z,] *\n ?\S", shown, re.MULTILINE)
+        assert not broken, broken
+
+
 @pytest.mark.parametrize("delay", [0.2, 0.5, 1.0, 2.0, 3.0])
 def test_ctrl_c_while_it_starts_is_no_traceback(delay, tmp_path):
     """Whatever is being imported: typer, torch, transformers, our own modules."""
@@ -96,7 +105,7 @@ def test_an_unknown_command_or_tier_is_refused(monkeypatch, capsys):
     assert call(monkeypatch, capsys, "remember")[0] == 2
     code, _, said = call(monkeypatch, capsys, "reproduce", "signals", "--tier", "huge")
     assert code == 2
-    assert "'huge': smoke, small, paper" in said
+    assert "'huge': known: smoke, small, paper" in said
 
 
 def test_the_memory_at_work(tmp_path):

@@ -1,56 +1,185 @@
-"""The blocks of the README and the guides, Python and commands, run as they stand."""
+"""README and docs: every block runs or is checked, every link leads somewhere, every table is that of the record."""
 
+import ast
+import glob
+import importlib.util
 import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
 
+from elastic_memory.cli import app
 from elastic_memory.reproduction.tables import load
 
 ROOT = Path(__file__).parent.parent
-PREAMBLE = {"README.md": "import torch\nsignal = torch.randn(100, dtype=torch.float64)\n"}
-COMMANDS = """
-def run_command(*words):
-    import glob, subprocess, sys
-    from typer.testing import CliRunner
-    from elastic_memory.cli import app
-    program, *words = [found for word in words for found in (sorted(glob.glob(word)) if "*" in word else [word])]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+class Code(NamedTuple):
+    """A fenced block: where it begins, its language, its text, and why it is not run, if it is not."""
+
+    line: int
+    language: str
+    text: str
+    skip: str | None
+
+
+def blocks(page: str) -> list[Code]:
+    """The fenced blocks of a page; `<!-- not run: why -->` on the line before a block takes it out."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    fences = re.finditer(r"^(?:<!-- not run: (.+) -->\n)?```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Code(text.count("\n", 0, f.start(3)), f[2], f[3], f[1]) for f in fences]
+
+
+def commands(block: Code) -> list[tuple[int, list[str]]]:
+    """The command lines of a shell block with their line numbers; comments go, continued lines are joined."""
+    found, line = [], block.line
+    for command in re.split(r"(?<!\\)\n", block.text.rstrip("\n")):
+        found.append((line, shlex.split(command.replace("\\\n", " "), comments=True)))
+        line += command.count("\n") + 1
+    return [(line, words) for line, words in found if words]
+
+
+def run_command(*words: str) -> None:
+    """A command of a page, in this process where it is ours, as importing torch takes seconds."""
+    program, *rest = [one for word in words for one in (sorted(glob.glob(word)) if "*" in word else [word])]
     if program == "torchrun":
-        return subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True)
-    assert program == "elastic", program
-    result = CliRunner().invoke(app, words)
-    print(result.output)
-    assert result.exit_code == 0, result.exception
-"""
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", *rest], check=True)
+        return
+    assert program == "elastic", f"{program}: pages run elastic and torchrun; mark the block as not run"
+    result = CliRunner().invoke(app, rest)
+    assert result.exit_code == 0, result.output
 
 
-def code_of(page):
-    """All blocks of a page as one program; commands are called in its own process, as importing torch takes seconds."""
-    blocks = re.findall(r"^```(python|sh)\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    lines = [COMMANDS, PREAMBLE.get(page, "")]
-    for language, block in blocks:
-        commands = block.splitlines() if language == "sh" else []
-        lines += [f"run_command(*{shlex.split(line)!r})" for line in commands] or [block]
+def program(page: str) -> str:
+    """The blocks of a page as one program, each on its own lines, so that errors name the line of the page."""
+    lines = [""] * len((ROOT / page).read_text(encoding="utf-8").splitlines())
+    for block in blocks(page):
+        if block.skip or block.language not in ("python", "sh"):
+            continue
+        if block.language == "python":
+            lines[block.line : block.line + block.text.count("\n")] = block.text.splitlines()
+        else:
+            for line, words in commands(block):
+                lines[line] = f"run_command(*{words!r})"
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/composing.md"])
-def test_examples_run(page, tmp_path):
-    code = code_of(page)
-    assert code.count("import elastic_memory") > 0
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def run(code: str, name: str, folder: Path) -> None:
+    """Import `code` as a module of this name: its errors then show the line."""
+    file = folder / f"{name}.py"
+    file.write_text(code, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    module.run_command = run_command
+    spec.loader.exec_module(module)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if program(page).strip()])
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    """In order, one block after the other, as a reader types them."""
+    monkeypatch.chdir(tmp_path)
+    run(program(page), Path(page).stem, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_not_run_is_still_valid(page):
+    """No block escapes: its language is known, Python parses, and commands exist with the options they are given."""
+    for block in blocks(page):
+        where = f"{page}:{block.line}"
+        assert block.language in ("python", "sh", "text"), f"{where}: say python, sh or text"
+        if block.language == "python":
+            ast.parse(block.text)
+        for line, words in commands(block) if block.language == "sh" else ():
+            if "elastic" in words:
+                check_options(words[words.index("elastic") + 1 :], f"{page}:{line + 1}")
+
+
+def check_options(words: list[str], where: str) -> None:
+    """That a command of ours exists and has the options that it is given."""
+    command = typer.main.get_command(app)
+    while hasattr(command, "resolve_command"):
+        context = command.make_context("elastic", [], resilient_parsing=True)
+        known = command.list_commands(context)
+        assert words[0] in known, f"{where}: no {words[0]} among {known}"
+        _, command, words = command.resolve_command(context, words)
+    options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for word in words:
+        assert not word.startswith("--") or word in options | {"--help"}, f"{where}: {command.name} has no {word}"
+
+
+def test_an_unknown_option_is_found():
+    check_options(["memory", "join", "a", "--out", "b"], "here")
+    with pytest.raises(AssertionError, match="here: join has no --outt"):
+        check_options(["memory", "join", "a", "--outt", "b"], "here")
+    with pytest.raises(AssertionError, match="here: no trian among"):
+        check_options(["trian"], "here")
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+    for page in [*PAGES, "CONTRIBUTING.md", "examples/README.md"]:
+        for target in re.findall(r"\]\(([^)#\s]+?)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8")):
             if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+                assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+def test_the_site_shows_every_page_once():
+    def leaves(entry):
+        return [entry] if isinstance(entry, str) else [leaf for part in entry for leaf in leaves(part)]
+
+    def values(nav):
+        return [values(value) if isinstance(value, list) else value for one in nav for value in one.values()]
+
+    shown = leaves(values(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(f"docs/{page}" for page in shown) == [page for page in PAGES if page != "README.md"]
+
+
+def test_the_readme_is_short():
+    """One screen and a half; the tables that scripts write are not counted."""
+    text = re.sub(r"<!-- results -->.*<!-- /results -->", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(text.splitlines()) < 100
+
+
+def test_the_readmes_figures_link_to_their_records():
+    from scripts import results
+
+    sections = re.split(r"^\*\*(?=[\w ]+\.\*\*)", results.overview(ROOT), flags=re.MULTILINE)[1:]
+    assert len(sections) == 3
+    for section in sections:
+        assert re.search(r"\]\((results|benchmarks)/", section), section
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_say_how_to_run_them(name):
+    assert f"python examples/{name}" in ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name, tmp_path):
+    """Half a minute each."""
+    subprocess.run([sys.executable, ROOT / "examples" / name], cwd=tmp_path, check=True)
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    cells = json.loads((ROOT / "examples" / "walkthrough.ipynb").read_text(encoding="utf-8"))["cells"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    run("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), "walkthrough", tmp_path)
+
+
+def test_the_page_about_your_own_model_shows_the_example():
+    shown = blocks("docs/own-model.md")[0].text
+    assert shown[shown.index("class ") :] in (ROOT / "examples" / "own_model.py").read_text()
 
 
 @pytest.mark.parametrize(("kind", "name"), [("training", "speed"), ("inference", "inference")])
@@ -66,9 +195,6 @@ def test_results_are_those_on_record():
     page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     assert page == speed.page(ROOT, page), "run python -m elastic_memory.report.speed"
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text == catalogue.insert(text, speed.operators(ROOT), "operators"), (
-        "run python -m elastic_memory.report.speed"
-    )
     assert text == catalogue.insert(text, results.overview(ROOT), "results"), "run python scripts/results.py"
     training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     assert training == catalogue.insert(training, results.plan(ROOT), "plan"), "run python scripts/results.py"

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from elastic_memory.data import load_tokenizer, prepare
 from elastic_memory.training.build import build_config
-from elastic_memory.training.recipe import Recipe, convert
+from elastic_memory.training.recipe import Recipe
 from tests.conftest import small_model
 from tests.test_cli import call
 
@@ -30,12 +30,12 @@ def recipe(name="x", **config):
 )
 def test_a_recipe_cannot_name_a_place_outside_its_folder(name):
     with pytest.raises(ValueError, match=r"recipe: name: .* letters, digits"):
-        convert(recipe(name), Recipe, "recipe", "")
+        Recipe.parse(recipe(name), "recipe")
 
 
 @pytest.mark.parametrize("name", ["smoke-elastic", "transformer++", "100m_4x", "v1.2"])
 def test_usual_names_fit(name):
-    assert convert(recipe(name), Recipe, "recipe", "").name == name
+    assert Recipe.parse(recipe(name), "recipe").name == name
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_usual_names_fit(name):
 )
 def test_a_recipe_cannot_reach_the_machinery_behind_a_config(key):
     with pytest.raises(ValueError, match=f"model.config.{key}"):
-        build_config(convert(recipe(**{key: "someone/kernel"}), Recipe, "recipe", ""))
+        build_config(Recipe.parse(recipe(**{key: "someone/kernel"}), "recipe"))
 
 
 @pytest.fixture(scope="module")

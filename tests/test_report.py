@@ -1,6 +1,8 @@
 """`elastic report`: what a folder holds is on the page, and the page holds all it needs."""
 
 import base64
+import hashlib
+import html
 import json
 import re
 import sys
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_memory import cli
+from elastic_memory.report.charts import short_names
 from elastic_memory.report.page import collect, page, perplexity_by_block
 from elastic_memory.report.tables import Table
 
@@ -19,8 +22,10 @@ PIXEL = base64.b64decode(
 PROTOCOL = "P0, L=8, T=24, reset=sample, n=23 x 2"
 
 
-def evaluation(checkpoint, blocks, protocol=PROTOCOL, **metrics):
-    ppl = {"P0": {"ppl": sum(blocks) / len(blocks), "by_block": blocks, "protocol": protocol}}
+def evaluation(checkpoint, blocks, protocol=PROTOCOL, by_position=(), **metrics):
+    blocks, position = list(blocks), list(by_position)
+    mean = sum(blocks) / len(blocks)
+    ppl = {"P0": {"ppl": mean, "by_block": blocks, "by_position": position, "protocol": protocol}}
     return {"checkpoint": checkpoint, "metrics": {"ppl": ppl, **metrics}}
 
 
@@ -55,16 +60,43 @@ def test_everything_is_on_the_page(folder):
     for shown in ("Week &lt;1&gt;", "Recall &lt;b&gt;", "a &amp; b", "99%", "Read it so.", "elastic-1", "none-2",
                   "3.250", "4.875", PROTOCOL, "reference=large", "3.500", "12,345", "2.125", "notes.txt"):  # fmt: skip
         assert shown in text, shown
-    assert text.count("<img ") == 3, "perplexity by block, the loss, and the table's own picture"
+    assert text.count("<img ") == 1, "the table's own picture"
     assert base64.b64encode(PIXEL).decode() in text
     assert "config.json" not in text and "manifest.json" not in text and "a card" not in text
 
 
+def charts_of(text):
+    """What the scripts of a page draw, by section."""
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_the_charts_hold_what_was_measured(folder):
+    charts = charts_of(page(folder))
+    by_block, sizes = charts["evaluation"][0], [chart["title"] for chart in charts["evaluation"]]
+    assert by_block["marks"] == [{"from": -0.5, "to": 0.5, "label": "block 0"}] and PROTOCOL in by_block["note"]
+    assert {one["name"]: one["y"] for one in by_block["series"]} == {
+        "elastic-1": [5.0, 4.0, 3.25], "none-2": [5.0, 4.9, 4.875]
+    }  # fmt: skip
+    assert sizes == ["Perplexity by block, memory carried"], "nothing else was recorded"
+    (loss,) = charts["training"]
+    assert loss["series"][0]["x"] == [10, 20] and loss["series"][0]["y"] == [3.0, None], "a loss of nan is a gap"
+
+
 def test_the_page_asks_for_nothing(folder):
+    """No address, and a browser runs only the scripts and styles whose hashes the page's own policy names."""
     text = page(folder)
-    sources = re.findall(r'(?:src|href|action|data)\s*=\s*"([^"]{0,10})', text)
-    assert sources and all(source == "data:image" for source in sources)
-    assert not re.search(r"<script|<link|<iframe|@import|url\(|https?://", text)
+    sources = re.findall(
+        r'\s(?:src|href|action|data)\s*=\s*"([^"]{0,10})', re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    )
+    assert sources and all(source == "data:image" or source.startswith("#") for source in sources)
+    assert not re.search(r"<link|<iframe|@import|url\(|<script[^>]* src", text)
+    policy = html.unescape(re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1])
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == rules["connect-src"] == rules["form-action"] == "'none'" and "unsafe" not in policy
+    for tag, rule in (("script", "script-src"), ("style", "style-src")):
+        inline = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        hashes = [base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in inline]
+        assert inline and rules[rule].split() == [f"'sha256-{one}'" for one in hashes]
 
 
 def test_protocols_are_not_mixed():
@@ -94,13 +126,82 @@ def test_no_text_becomes_markup(tmp_path_factory, text):
     write(folder / "e.json", {"checkpoint": "<x>" + text, "metrics": {"probe": [{"<y>" + text: "<z>" + text}]}})
     found = page(folder, "<t>" + text)
     assert not re.search(r"<[xyzt]>", found)
+    charts_of(found)
+
+
+def test_text_cannot_end_the_data(folder):
+    evil = "</script><script>alert(1)</script><!--<script>"
+    write(folder / "evaluations" / "a.json", evaluation(evil, [5.0, 4.0]))
+    found = page(folder, evil)
+    assert evil not in found and "<script>alert" not in found
+    assert charts_of(found)["evaluation"][0]["series"][0]["name"] == evil
+
+
+def test_one_file_and_one_run(folder):
+    for path, shown, absent in (
+        (folder / "evaluations" / "a.json", "3.250", "none-2"),
+        (folder / "recall.md", "99%", "3.250"),
+        (folder / "recall.json", "99%", "3.250"),
+        (folder / "runs" / "elastic-1", "2.125", "99%"),
+    ):
+        text = page(path)
+        assert shown in text and absent not in text, path
+
+
+def test_both_protocols_give_what_memory_gains(tmp_path):
+    both = evaluation("elastic-1", [5.0, 4.0], by_position=[4.5, 4.25])
+    both["metrics"]["ppl"]["P4"] = {"ppl": 5.0, "by_block": [5.0, 5.0], "protocol": PROTOCOL.replace("P0", "P4")}
+    both["memory"] = [{"layer": 1, "memory": "elastic", "carried_floats": 640}]
+    write(tmp_path / "a.json", both)
+    write(tmp_path / "b.json", evaluation("none-2", [5.0, 5.0]) | {"memory": []})
+    gain, _, _, position, size = charts_of(page(tmp_path))["evaluation"]
+    assert gain["title"] == "What memory gains, by block" and gain["series"][0]["y"] == [0.0, 0.25]
+    assert position["series"][0]["x"] == [0.25, 0.75] and position["series"][0]["y"] == [4.5, 4.25]
+    assert [(one["name"], one["x"], one["y"]) for one in size["series"]] == [
+        ("elastic-1", [640], [4.5]), ("none-2", [0], [5.0])
+    ]  # fmt: skip
+
+
+def test_the_papers_values_stand_beside_ours(tmp_path):
+    def cell(row, column, ours, paper):
+        return {"row": row, "column": column, "paper": paper, "values": ours}
+
+    pair = cell("A", "2x PPL", {"ppl": 9.5, "longppl": None}, "2.86 / 2.43")
+    cells = [cell("A", "1x PPL", {"ppl": 9.75}, "3.31"), pair, cell("B", "1x PPL", {"ppl": None}, "2.96")]
+    write(tmp_path / "t.json", {"table": "t", "title": "Scaling", "cells": cells})
+    ours, theirs = charts_of(page(tmp_path))["paper"]
+    assert [(one["name"], one["y"]) for one in ours["series"]] == [("A", [9.75, 9.5])]
+    assert [(one["name"], one["y"]) for one in theirs["series"]] == [("A", [3.31, 2.86]), ("B", [2.96])]
+    assert ours["x"]["categories"] == ["1x", "2x"] and ours["series"][0]["color"] == theirs["series"][0]["color"]
+
+
+def test_recall_settings_and_environment(tmp_path):
+    entry = {"row": "A", "task": "passkey", "distance": 2, "accuracy": 0.5}
+    write(tmp_path / "recall.json", {"table": "recall", "rows": [entry, entry | {"distance": 1, "accuracy": 0.75}]})
+    for name, rate in (("a", 1e-3), ("b", 5e-4)):
+        recipe = {"name": name, "training": {"learning_rate": rate, "seed": 1}}
+        result = {"name": name, "tokens": 8, "final_loss": 2.0, "recipe": recipe, "machine": {"device": "H200"}}
+        write(tmp_path / f"{name}.json", result)
+    text = page(tmp_path)
+    (chart,) = charts_of(text)["recall"]
+    assert (chart["series"][0]["x"], chart["series"][0]["y"]) == ([1, 2], [0.75, 0.5])
+    cells = re.findall(r"<td>(.*?)</td>", text)
+    assert cells[cells.index("training.learning_rate") :][:3] == ["training.learning_rate", "0.001", "0.0005"]
+    assert cells[cells.index("training.seed") :][:2] == ["training.seed", "1"] and "H200" in cells
+
+
+def test_names_are_as_short_as_they_can_be():
+    names = ["small-proofs-none-seed1-03391199fd", "small-proofs-elastic-uniform-seed1-f40a9f26cf"]
+    assert list(short_names(names).values()) == ["none-seed1", "elastic-uniform-seed1"]
+    assert list(short_names(["a-0123456789", "a-9876543210"]).values()) == ["a-0123456789", "a-9876543210"]
+    assert short_names(["elastic-1"]) == {"elastic-1": "elastic-1"}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.json", "{", "a.json: not readable as JSON"),
-        ("a.json", '{"metrics": {"ppl": {"P0": {"ppl": NaN}}}}', "a.json: not readable as JSON"),
+        ("a.json", "{", "a.json: not valid JSON"),
+        ("a.json", '{"metrics": {"ppl": {"P0": {"ppl": NaN}}}}', "a.json: not valid JSON"),
         ("a.json", {"metrics": {}}, "a.json: not an evaluation"),
         ("a.json", {"checkpoint": "c", "metrics": {"ppl": [1]}}, "a.json: not an evaluation"),
         ("a.json", {"checkpoint": "c", "metrics": {"longppl": 3}}, "a.json: not an evaluation"),
@@ -108,7 +209,7 @@ def test_no_text_becomes_markup(tmp_path_factory, text):
         ("a.json", evaluation("c", [1]) | {"checkpoint": None}, "a.json: not an evaluation"),
         ("a.md", "**T**\n\n| a | b |\n| --- | --- |\n| 1 |\n", "a.md: 2 columns, but a row has 1"),
         ("a.png", "GIF89a", "a.png: not a PNG"),
-        ("metrics.jsonl", '{"tokens": 1, "loss": 2}\n{"tok\n', "metrics.jsonl line 2: not readable as JSON"),
+        ("metrics.jsonl", '{"tokens": 1, "loss": 2}\n{"tok\n', "metrics.jsonl line 2: not valid JSON"),
         ("metrics.jsonl", '{"step": 1}\n', "metrics.jsonl line 1: a step has `tokens` and `loss`"),
         ("metrics.jsonl", '{"tokens": 1, "loss": "low"}\n', "metrics.jsonl line 1: a step has `tokens` and `loss`"),
         ("notes.txt", "nothing of ours", "holds no results: expected tables"),

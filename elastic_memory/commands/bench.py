@@ -10,17 +10,18 @@ from elastic_memory.commands.options import check_range
 
 
 def bench(
-    preset: Annotated[str | None, typer.Option(help="tiny, 100m, ...; default tiny, on a GPU 100m.")] = None,
-    memory: Annotated[list[str] | None, typer.Option(help="Mechanisms to time (default: all).")] = None,
-    multiple: Annotated[int, typer.Option(help="Memory size as a multiple of the paper's.")] = 1,
-    length: Annotated[int | None, typer.Option(help="Tokens of a sample (default 16 blocks).")] = None,
-    rows: Annotated[int, typer.Option(help="Samples of a step.")] = 2,
-    repeats: Annotated[int, typer.Option(help="Rounds that are timed, an even number; the first ones are not.")] = 4,
-    out: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
+    preset: Annotated[str | None, typer.Option(help="tiny, 100m, 200m or 400m (default: tiny, on a GPU 100m).")] = None,
+    memory: Annotated[list[str] | None, typer.Option(help="Memory to time; repeatable (default: all).")] = None,
+    multiple: Annotated[int, typer.Option(help="Memory size, as a multiple of the paper's.")] = 1,
+    length: Annotated[int | None, typer.Option(help="Tokens in a sample (default: 16 blocks).")] = None,
+    rows: Annotated[int, typer.Option(help="Samples in a training step.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Timed rounds, after warm-up; an odd number is rounded up.")] = 4,
+    out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
-    """Time training, evaluation and decoding of every mechanism, as ratios to Transformer++ in the same process.
+    """Time training, evaluation and decoding of every memory, as ratios to the model without memory.
 
-    On a GPU as training would run them: compiled, which takes up to half a minute for each mechanism.
+    All models are timed in one process, in interleaved rounds. On a GPU they are compiled first, as in training: up to
+    half a minute each.
 
     elastic bench
 
@@ -30,7 +31,7 @@ def bench(
     from rich.console import Console
 
     import elastic_memory as em
-    from elastic_memory.data.folders import check_replaceable
+    from elastic_memory.common.files import check_replaceable
     from elastic_memory.evaluation.throughput import Workload, throughput
     from elastic_memory.memory import MEMORIES
     from elastic_memory.report.tables import Table
@@ -58,8 +59,8 @@ def bench(
     columns = ["memory", "training samples/s", "ratio", "evaluation samples/s", "ratio", "decoding tokens/s", "ratio"]
     Console().print(Table(title, [*columns, "peak"], [_cells(one) for one in timed]).rich())
     if out:
-        from elastic_memory.training.environment import environment
-        from elastic_memory.training.files import write_json
+        from elastic_memory.common.environment import environment
+        from elastic_memory.common.files import write_json
 
         out.parent.mkdir(parents=True, exist_ok=True)
         facts = {"preset": size, "multiple": multiple, "device": where, "torch": torch.__version__, **environment()}

@@ -1,4 +1,4 @@
-"""`elastic demo`: the whole way on this machine, from text to two trained models and a report, without a download."""
+"""`elastic demo`: from text to two trained models and a report, on this machine, without a download."""
 
 import contextlib
 import io
@@ -26,45 +26,42 @@ HELD_OUT_ROWS = 192
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the data, the runs, the pictures and the report.")] = Path(
-        "demo"
-    ),
-    tokens: Annotated[int, typer.Option(help="How many bytes of text each model is trained on.")] = 2_048_000,
+    out: Annotated[Path, typer.Option(help="Folder for data, runs, plots and the report.")] = Path("demo"),
+    tokens: Annotated[int, typer.Option(help="Bytes of text that each model is trained on.")] = 2_048_000,
 ) -> None:
     """Train two tiny models on this machine and compare them: a few minutes on two cores, no download.
 
-    First the memory by itself: signals of growing difficulty are compressed block by block, and what comes back is
-    shown. Then a model without memory and one with it learn from the sources of Python's standard library, and are
-    measured on packages that neither has seen. Everything ends up in one page, report.html. Run it again after an
-    interruption: what is done is kept.
+    First the memory alone: four signals are compressed block by block and reconstructed. Then a model without memory
+    and one with it are trained on the source code of Python's standard library and evaluated on packages that neither
+    has seen. All results are in one page, report.html. To resume after an interruption, repeat the command.
 
         elastic demo --out demo
 
         elastic demo --tokens 10000000
     """
+    from elastic_memory.common.files import write_text
     from elastic_memory.report.page import page
-    from elastic_memory.training.files import write_text
 
     check_range(STEP, 10**12, tokens=tokens)
     console = Console()
-    _step(console, 1, "The memory at work")
+    _step(console, 1, "The memory alone: compress four signals and reconstruct them")
     memory_at_work(out / "results", console)
-    _step(console, 2, "Text into rows of bytes: the sources of Python's standard library")
+    _step(console, 2, "Prepare the text: source code of Python's standard library, one token per byte")
     _prepare(out / "data")
-    _step(console, 3, f"Two models learn from {tokens:,} bytes each, the same ones in the same order")
+    _step(console, 3, f"Train two models on {tokens:,} bytes each, the same ones in the same order")
     runs = [_train(name, out, tokens) for name in MODELS]
-    _step(console, 4, "Both read packages they have not seen")
+    _step(console, 4, "Evaluate both on packages they have not seen")
     _compare(runs, out, console)
     write_text(out / "report.html", page(out, "Elastic Memory: the demo"))
     console.print(f"report, with plots: {out / 'report.html'}")
 
 
 def memory_at_work(out: Path, console: Console) -> Path:
-    """Stream four signals through the bank, print how much of each every order keeps, and return the picture."""
+    """Compress four signals, print how much of each every order keeps, and return the plot."""
+    from elastic_memory.common.files import write_text
     from elastic_memory.evaluation.signals import noise, sines, text
     from elastic_memory.report import plots
     from elastic_memory.report.tables import Table
-    from elastic_memory.training.files import write_text
 
     length = BLOCK * BLOCKS
     signals = {
@@ -81,21 +78,21 @@ def memory_at_work(out: Path, console: Console) -> Path:
         shown = {f"order {order}": guess[:, 0].tolist() for order, guess in back.items() if order != ORDERS[0]}
         panels[name] = (signal[:, 0].tolist(), shown)
     table = Table(
-        title=f"What a memory gives back of {length:,} tokens, read in {BLOCKS} blocks (share of the variance)",
+        title=f"Share of the variance reconstructed from {length:,} tokens, read in {BLOCKS} blocks",
         columns=("signal", *(f"order {order}" for order in ORDERS)),
         rows=rows,
-        note="A memory of order N keeps N numbers per feature: what is smooth comes back whole, "
-        f"of noise comes back about N/{length:,}.",
+        note="A memory of order N keeps N numbers per feature: a smooth signal is reconstructed in full, "
+        f"of noise only about N/{length:,}.",
     )
     console.print(table.rich())
     picture = plots.reconstructions(panels, out / "memory.png")
     write_text(out / "memory.md", table.markdown())
-    console.print(f"picture: {picture}")
+    console.print(f"plot: {picture}")
     return picture
 
 
 def _remember(signal: "Tensor", order: int) -> "Tensor":
-    """Compress block by block as a model does while it reads, then reconstruct every token from the final state."""
+    """Compress block by block, as a model does, then reconstruct every token from the final state."""
     import torch
 
     from elastic_memory.operators import Bank
@@ -119,25 +116,23 @@ def _prepare(folder: Path) -> None:
 
 
 def _train(name: str, out: Path, tokens: int) -> Path:
-    """Train a model of `MODELS`, or go on, or find it done; returns its run folder."""
-    from elastic_memory.training.recipe import Recipe, convert
+    """Train a model of `MODELS`, unless that is done; returns its run folder."""
+    from elastic_memory.training.recipe import Recipe
     from elastic_memory.training.runs import StoppedError
     from elastic_memory.training.session import Resume, train
 
     chosen = MODELS[name]
-    recipe: Recipe = convert(
+    recipe = Recipe.parse(
         {
             "name": name,
             "model": {**chosen, "preset": "tiny", "config": {"block_size": MODEL_BLOCK, **chosen.get("config", {})}},
             "training": {"tokens": tokens, "length": LENGTH, "batch_tokens": STEP, "precision": "fp32"},
             "execution": {"device": "cpu", "micro_batch": STEP // LENGTH, "save_every": 50},
         },
-        Recipe,
         "demo",
-        "",
     )
     try:
-        # other threads than before the interruption only round differently: no reason to refuse a demo
+        # another number of threads only changes rounding: no reason to refuse a demo
         result = train(recipe, out / "data", out / "runs", Resume(allowed=True, or_start=True, new_machine=True))
     except StoppedError as error:
         print(f"elastic: {error}", file=sys.stderr)
@@ -146,15 +141,15 @@ def _train(name: str, out: Path, tokens: int) -> Path:
 
 
 def _compare(runs: list[Path], out: Path, console: Console) -> None:
-    """Evaluate what has not been evaluated yet, and print perplexity by block."""
+    """Evaluate the models that are not evaluated yet, and print perplexity by block."""
     from elastic_memory.commands.evaluate import evaluate
+    from elastic_memory.common.strict import read_json
     from elastic_memory.report.page import perplexity_by_block
-    from elastic_memory.training.strict import read_json
 
     files = [out / "results" / f"{run.name}.json" for run in runs]
     for run, file in zip(runs, files, strict=True):
         if not file.exists():
-            with contextlib.redirect_stdout(io.StringIO()):  # it prints one model at a time; below stand both
+            with contextlib.redirect_stdout(io.StringIO()):  # prints one model at a time; the table below has both
                 evaluate(str(run), data=out / "data", limit=HELD_OUT_ROWS, batch_size=16, out=file)
     evaluations = [read_json(file) for file in files]
     for table in perplexity_by_block(evaluations):
@@ -162,8 +157,8 @@ def _compare(runs: list[Path], out: Path, console: Console) -> None:
     first, last = (evaluation["metrics"]["ppl"]["P0"]["by_block"] for evaluation in evaluations)
     lower = sum(b < a for a, b in zip(first[1:], last[1:], strict=True))
     console.print(
-        f"After the first block, where there is something to remember, {runs[1].name} has the lower perplexity in "
-        f"{lower} of {len(first) - 1} blocks; {runs[0].name} sees its own block of {MODEL_BLOCK} bytes only. One seed "
-        f"each: in block 0, with nothing to remember yet, they already differ by {last[0] / first[0] - 1:+.1%}.",
+        f"After the first block {runs[1].name} has the lower perplexity in {lower} of {len(first) - 1} blocks; "
+        f"{runs[0].name} sees only its own block of {MODEL_BLOCK} bytes. One seed each: in block 0, where there is "
+        f"nothing to remember yet, they already differ by {last[0] / first[0] - 1:+.1%}.",
         highlight=False,
     )

@@ -8,47 +8,70 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.options import LARGEST_MEMORY, check_range
+from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
 
-PADDING = 1024  # how many more tokens a model may have than its tokenizer, to make its size round
+SPARE_TOKENS = 1024  # how many more tokens a model may have than its tokenizer, to make its size round
+
+Metrics = Annotated[list[str] | None, typer.Option(help="ppl, longppl, reconstruction, spectrum, recall; repeatable.")]
+Protocols = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="PPL: P0 streams each row with memory, P1 reads overlapping windows, P4 erases memory at every block; "
+        "repeatable. Default P0."
+    ),
+]
+Limit = Annotated[int | None, typer.Option(help="Evaluate only this many rows, spread evenly over all documents.")]
+Out = Annotated[Path | None, typer.Option(help="Write the results to this JSON file; makes the evaluation resumable.")]
+Stride = Annotated[int | None, typer.Option(help="P1: tokens between two windows (default: a quarter of a block).")]
+Sampling = Annotated[str | None, typer.Option(help="Read the memory with another sampling than in training.")]
+Points = Annotated[int | None, typer.Option(help="Read the memory at this many sample points.")]
+Order = Annotated[int | None, typer.Option(help="Compress to this order.")]
+Corrupt = Annotated[float, typer.Option(help="Share of the tokens of each block whose keys and values become noise.")]
+CorruptLayers = Annotated[str, typer.Option(help="Which layers get the noise: memory (those with memory) or all.")]
+Reference = Annotated[str, typer.Option(help="LongPPL: the model that finds the key tokens.")]
+TruncLen = Annotated[
+    int | None, typer.Option(help=f"LongPPL: tokens of the short context (default {TRUNC_LEN}, at most length/8).")
+]
+SlidingWindow = Annotated[
+    int | None,
+    typer.Option(help=f"LongPPL: tokens between two short contexts (default {SLIDING_WINDOW}, at most length/32)."),
+]
+Alpha = Annotated[float, typer.Option(help="LongPPL: the least gain of a key token from the long context, in nats.")]
+Beta = Annotated[float, typer.Option(help="LongPPL: the least log-probability of a key token.")]
+Keys = Annotated[Path | None, typer.Option(help="LongPPL: folder in which key tokens are kept for the next call.")]
+Orders = Annotated[list[int] | None, typer.Option("--reconstruct", help="Reconstruction: orders; repeatable.")]
+RecallSteps = Annotated[int, typer.Option(help="Recall: fine-tune a copy of the model for this many steps first.")]
 
 
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="A run, a model folder, or a causal LM on the hub.")],
-    data: Annotated[Path | None, typer.Option(help="A folder that `elastic prepare` wrote.")] = None,
-    metric: Annotated[
-        list[str] | None, typer.Option(help="ppl, longppl, reconstruction, spectrum, recall; may be repeated.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="Which rows.")] = "test",
-    limit: Annotated[int | None, typer.Option(help="Only so many rows, spread over all documents.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write JSON here; run again after an interruption, it goes on.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows at a time.")] = 1,
-    protocol: Annotated[
-        list[str] | None, typer.Option(help="P0 streams; P1 overlapping windows; P4 forgets at every block.")
-    ] = None,
-    stride: Annotated[int | None, typer.Option(help="P1: how far windows move (default a quarter block).")] = None,
-    sampling: Annotated[str | None, typer.Option(help="Read the memory by another sampling than trained with.")] = None,
-    points: Annotated[int | None, typer.Option(help="... at another number of points.")] = None,
-    order: Annotated[int | None, typer.Option(help="... with another order.")] = None,
-    corrupt: Annotated[float, typer.Option(help="Share of each block's keys and values that noise replaces.")] = 0.0,
-    corrupt_layers: Annotated[str, typer.Option(help="memory, or all: where the noise goes.")] = "memory",
-    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
-    reference: Annotated[
-        str, typer.Option(help="LongPPL: the model that finds the key tokens.")
-    ] = "meta-llama/Llama-3.1-8B",
-    trunc_len: Annotated[int | None, typer.Option(help="LongPPL: short context (default 4096, or length/8).")] = None,
-    sliding_window: Annotated[int | None, typer.Option(help="LongPPL: step (default 1024, or length/32).")] = None,
-    alpha: Annotated[float, typer.Option(help="LongPPL: nats a long context must gain.")] = 2.0,
-    beta: Annotated[float, typer.Option(help="LongPPL: least log-probability of a key token.")] = -2.0,
-    keys: Annotated[Path | None, typer.Option(help="LongPPL: folder that keeps key tokens between runs.")] = None,
-    orders: Annotated[list[int] | None, typer.Option("--reconstruct", help="Orders to reconstruct from.")] = None,
-    recall_steps: Annotated[int, typer.Option(help="Recall: fine-tune a copy for so many steps first.")] = 600,
+    checkpoint: Annotated[str, typer.Argument(help="A run folder, a model folder, or a causal LM on the hub.")],
+    data: Annotated[Path | None, typer.Option(help="A folder written by `elastic prepare`.")] = None,
+    metric: Metrics = None,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    limit: Limit = None,
+    out: Out = None,
+    batch_size: Annotated[int, typer.Option(help="Rows evaluated at a time.")] = 1,
+    protocol: Protocols = None,
+    stride: Stride = None,
+    sampling: Sampling = None,
+    points: Points = None,
+    order: Order = None,
+    corrupt: Corrupt = 0.0,
+    corrupt_layers: CorruptLayers = "memory",
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    reference: Reference = LONGPPL_REFERENCE,
+    trunc_len: TruncLen = None,
+    sliding_window: SlidingWindow = None,
+    alpha: Alpha = ALPHA,
+    beta: Beta = BETA,
+    keys: Keys = None,
+    orders: Orders = None,
+    recall_steps: RecallSteps = 600,
 ) -> None:
-    """Measure a checkpoint: perplexity, LongPPL, and probes of its memory.
+    """Measure a model: perplexity, LongPPL, and probes of its memory.
 
-    Every number is printed with the protocol that made it. After an interruption, give the same command with the same
-    --out again: it goes on where it stopped.
+    Every number is printed with its protocol. To resume an interrupted evaluation, repeat the command with the same
+    --out.
 
         elastic evaluate runs/small-elastic-1a2b3c --data rows --metric ppl --out results/elastic.json
 
@@ -57,63 +80,64 @@ def evaluate(
         elastic evaluate runs/small-elastic-1a2b3c --data rows --sampling uniform --corrupt 0.5
     """
     from elastic_memory.data import samples
-    from elastic_memory.data.folders import check_replaceable
-    from elastic_memory.evaluation.loading import check_tokenizer, load_model
     from elastic_memory.evaluation.longppl import Settings
-    from elastic_memory.evaluation.metrics import Conditions, Task
-    from elastic_memory.evaluation.record import with_progress, write_record
-    from elastic_memory.evaluation.rows import Spread
+    from elastic_memory.evaluation.metrics import Conditions
 
-    check_range(1, batch_size=batch_size, limit=limit, stride=stride, trunc_len=trunc_len)
-    check_range(1, sliding_window=sliding_window)
-    check_range(1, LARGEST_MEMORY, points=points, order=order)
-    for one in orders or []:
-        check_range(1, LARGEST_MEMORY, reconstruct=one)
+    check_range(1, batch_size=batch_size, limit=limit, stride=stride)
+    check_range(1, trunc_len=trunc_len, sliding_window=sliding_window)
+    check_range(1, LARGEST_MEMORY, points=points, order=order, reconstruct=orders)
     check_range(0, recall_steps=recall_steps, seed=seed)
     check_range(-1000, 1000, alpha=alpha, beta=beta)
+    if data is None and metric != ["recall"]:
+        raise ValueError("--data is missing: a folder written by `elastic prepare`")
+    rows = samples(data, split) if data else None
+    longppl = {"trunc_len": trunc_len, "sliding_window": sliding_window, "alpha": alpha, "beta": beta}
+    noise: dict[str, Any] = {"corrupt": corrupt, "corrupt_layers": corrupt_layers, "seed": seed}
+    _evaluate(
+        checkpoint, metric or ["ppl"], rows, limit, out,
+        conditions=Conditions(sampling=sampling, points=points, order=order, **noise),
+        settings=Settings.scaled(rows.length if rows else LENGTH, **longppl), keys=keys,
+        protocols=protocol or ["P0"], stride=stride, batch_size=batch_size, reference=reference,
+        orders=orders or [], recall_steps=recall_steps,
+    )  # fmt: skip
+
+
+def _evaluate(
+    checkpoint: str, metrics: list[str], rows: Any, limit: int | None, out: Path | None, **fields: Any
+) -> None:
+    """Load the model, evaluate it, print the results and write them; `fields` are those of `Evaluation`."""
+    from elastic_memory.common.files import check_replaceable
+    from elastic_memory.evaluation.inputs import Spread
+    from elastic_memory.evaluation.metrics import Evaluation
+    from elastic_memory.evaluation.record import with_progress, write_record
+
     if out:
         check_replaceable(out)
-    metrics = metric or ["ppl"]
-    if data is None and metrics != ["recall"]:
-        raise ValueError("--data is missing: a folder that `elastic prepare` wrote")
-    rows, model = samples(data, split) if data else None, load_model(checkpoint)
-    tokenizer = rows.tokenizer() if rows is not None else None
-    if rows is not None and tokenizer is not None:
-        check_tokenizer(checkpoint, tokenizer, f"{rows.folder} ({rows.manifest['tokenizer']['name']})")
-    conditions = Conditions(
-        sampling=sampling, points=points, order=order, corrupt=corrupt, corrupt_layers=corrupt_layers, seed=seed
-    )
-    conditions.apply(model)  # what the model cannot do is refused before anything is shown
+        fields |= {"keys": fields["keys"] or out.parent / "keys", "partial": out.with_name(f".{out.name}.partial")}
+    if rows is not None:
+        identity = {"data": rows.fingerprint, "split": rows.split}
+        fields |= {"tokenizer": rows.tokenizer(), "identity": identity}
+    model = _load(checkpoint, rows, fields["conditions"])
+    evaluation = Evaluation(model=model, rows=Spread(rows, limit or len(rows)) if rows is not None else [], **fields)
+    results = with_progress(evaluation, metrics)
+    _show(results)
+    if out and evaluation.partial:
+        write_record(out, checkpoint, evaluation, rows, results)
+        shutil.rmtree(evaluation.partial, ignore_errors=True)
+
+
+def _load(checkpoint: str, rows: Any, conditions: Any) -> Any:
+    """The model; rows of another tokenizer, and conditions that it cannot meet, are refused."""
+    from elastic_memory.evaluation.loading import check_tokenizer, load_model
+
+    model = load_model(checkpoint)
+    if rows is not None:
+        check_tokenizer(checkpoint, rows.tokenizer(), f"{rows.folder} ({rows.manifest['tokenizer']['name']})")
+    conditions.apply(model)
     if rows is not None:
         rows.verify_rows()
         _check_vocabulary(checkpoint, model.config.vocab_size, rows)
-    scaled = Settings.scaled(rows.length if rows else 32768)
-    task = Task(
-        model=model,
-        rows=Spread(rows, limit or len(rows)) if rows is not None else [],
-        tokenizer=tokenizer,
-        conditions=conditions,
-        protocols=protocol or ["P0"],
-        stride=stride,
-        batch_size=batch_size,
-        reference=reference,
-        settings=Settings(
-            trunc_len=trunc_len or scaled.trunc_len,
-            sliding_window=sliding_window or scaled.sliding_window,
-            alpha=alpha,
-            beta=beta,
-        ),
-        keys=keys or (out.parent / "keys" if out else None),
-        orders=orders or [],
-        recall_steps=recall_steps,
-        partial=out.with_name(f".{out.name}.partial") if out else None,
-        identity={"data": rows.fingerprint, "split": split} if rows is not None else {},
-    )
-    results = with_progress(task, metrics)
-    _show(results)
-    if out and task.partial:
-        write_record(out, checkpoint, task, rows, results)
-        shutil.rmtree(task.partial, ignore_errors=True)
+    return model
 
 
 def _check_vocabulary(checkpoint: str, size: int, rows: Any) -> None:
@@ -126,7 +150,7 @@ def _check_vocabulary(checkpoint: str, size: int, rows: Any) -> None:
             f"{rows.folder} was prepared with {made['name']} ({made['sha256'][:12]}), {checkpoint} has another "
             f"tokenizer ({own.sha256[:12]}): prepare with --tokenizer {checkpoint}"
         )
-    if not made["vocab_size"] <= size <= made["vocab_size"] + PADDING:
+    if not made["vocab_size"] <= size <= made["vocab_size"] + SPARE_TOKENS:
         raise ValueError(
             f"{rows.folder} has a vocabulary of {made['vocab_size']:,} ({made['name']}), {checkpoint} of {size:,}: "
             "prepare with the model's tokenizer"

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.options import check_range
+from elastic_memory.common.defaults import LENGTH
 
 
 def prepare(
@@ -15,20 +16,20 @@ def prepare(
         typer.Argument(help="pg19, proof-pile, fineweb-edu, stdlib; or parquet, JSONL (.gz, .zst), folders of text."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder to write.")] = None,
-    tokenizer: Annotated[str, typer.Option(help="A folder, a name on the hub, or bytes.")] = "",
-    length: Annotated[int, typer.Option(help="Tokens in a row; shorter documents are left out.")] = 32768,
+    tokenizer: Annotated[str, typer.Option(help="A folder, a name on the hub, or `bytes`.")] = "",
+    length: Annotated[int, typer.Option(help="Tokens in a row; documents that are not longer are left out.")] = LENGTH,
     text: Annotated[str, typer.Option(help="The column or field that holds the text.")] = "text",
     shares: Annotated[
         str, typer.Option(help="Train/validation/test by document, where the corpus has no splits of its own.")
     ] = "90/5/5",
-    shard: Annotated[str, typer.Option(help="i/n: do every n-th part only; then run once without it.")] = "0/1",
-    workers: Annotated[int | None, typer.Option(help="Threads that tokenise (default: every core).")] = None,
+    shard: Annotated[str, typer.Option(help="i/n: only every n-th part; one call without it finishes.")] = "0/1",
+    workers: Annotated[int | None, typer.Option(help="Tokenizer threads (default: one per core).")] = None,
     inspect: Annotated[Path | None, typer.Option(help="Show and verify a prepared folder instead.")] = None,
 ) -> None:
-    """Cut long documents into rows of tokens of one length, ready to train on.
+    """Tokenize a corpus into rows of one length, ready to train on.
 
-    Documents longer than --length tokens are cut into rows of exactly that length; the tail of each is dropped and no
-    row crosses documents. Run the same command again after an interruption: it continues where it stopped.
+    Each document longer than --length tokens is cut into rows of exactly that length. The rest of the document is
+    dropped, and no row crosses documents. To resume an interrupted call, repeat the same command.
 
         elastic prepare stdlib --tokenizer bytes --length 8192 --out rows
 
@@ -38,54 +39,51 @@ def prepare(
         return _inspect(inspect)
     usage = "elastic prepare SOURCE --tokenizer NAME --out FOLDER (or --inspect FOLDER)"
     if not sources:
-        raise ValueError(f"prepare what? {usage}")
+        raise ValueError(f"no source given: {usage}")
     if not tokenizer:
-        raise ValueError(f"--tokenizer is missing: a folder, a name on the hub, or bytes, which needs none; {usage}")
+        raise ValueError(f"--tokenizer is missing: a folder, a name on the hub, or bytes (one token per byte); {usage}")
     if not out:
         raise ValueError(f"--out is missing: the folder to write; {usage}")
     check_range(1, 10_000, workers=workers)
-    portions = _numbers(shares, 3, "--shares 90/5/5")
-    which = _numbers(shard, 2, "--shard 0/8")
+    portions, which = _numbers(shares, 3, "--shares 90/5/5"), _numbers(shard, 2, "--shard 0/8")
     if not sum(portions):
-        raise ValueError("--shares 0/0/0 leaves nothing")
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from elastic_memory.data.prepare import Progress as State
-    from elastic_memory.data.prepare import prepare as run
-
-    columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
-    bar = Progress(TextColumn("{task.description}"), *columns, console=_console(stderr=True))
-    task = bar.add_task("reading", total=None)
-
-    def watch(state: State) -> None:
-        bar.start()  # not before there is something to show: an error in what was asked for is one line
-        description = f"part {state.part}/{state.parts}, {state.kept} documents kept"
-        bar.update(task, description=description, completed=state.bytes, total=state.total_bytes or None)
-
-    try:
-        manifest = run(
-            sources,
-            out,
-            tokenizer=tokenizer,
-            length=length,
-            shares=(portions[0] / sum(portions), portions[1] / sum(portions), portions[2] / sum(portions)),
-            text=text,
-            shard=(which[0], which[1]),
-            workers=workers,
-            watch=watch,
-        )
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+        raise ValueError("--shares 0/0/0 leaves nothing: give at least one number above 0")
+    manifest = _run(
+        sources, out, tokenizer=tokenizer, length=length, text=text, workers=workers, shard=(which[0], which[1]),
+        shares=tuple(portion / sum(portions) for portion in portions),
+    )  # fmt: skip
     if manifest is None:
         print(f"shard {shard} is done; when all are, run the same command without --shard")
     else:
         _show(out, manifest)
 
 
+def _run(sources: list[str], out: Path, **options: Any) -> dict[str, Any] | None:
+    """`elastic_memory.data.prepare` with a progress bar; its manifest."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from elastic_memory.data.prepare import PrepareProgress
+    from elastic_memory.data.prepare import prepare as run
+
+    columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
+    bar = Progress(TextColumn("{task.description}"), *columns, console=_console(stderr=True))
+    task = bar.add_task("reading", total=None)
+
+    def watch(state: PrepareProgress) -> None:
+        bar.start()  # only once there is progress: an error in the arguments stays one line
+        description = f"part {state.part}/{state.parts}, {state.kept} documents kept"
+        bar.update(task, description=description, completed=state.bytes, total=state.total_bytes or None)
+
+    try:
+        return run(sources, out, **options, watch=watch)
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
 def _numbers(text: str, count: int, example: str) -> list[int]:
     if not re.fullmatch(r"\d+(/\d+)" + f"{{{count - 1}}}", text):
-        raise ValueError(f"{text!r} is not like {example}")
+        raise ValueError(f"{text!r}: write it like {example}")
     return [int(number) for number in text.split("/")]
 
 
@@ -99,14 +97,16 @@ def _inspect(folder: Path) -> None:
         rows.verify()
         lengths = sorted(document["tokens"] for document in rows.documents)
         middle = lengths[len(lengths) // 2]
-        print(f"{split}: checksums hold; documents of {lengths[0]:,} to {lengths[-1]:,} tokens, median {middle:,}")
+        print(f"{split}: checksums match; documents of {lengths[0]:,} to {lengths[-1]:,} tokens, median {middle:,}")
     first = samples(folder, next(iter(manifest["splits"])))
-    print(f"\nthe first row, from {first.documents[0]['id']!r}, begins:\n")
+    print(f"\nthe first row, from {first.documents[0]['id']!r}, starts with:\n")
     print(first.tokenizer().decode(first[0]["input_ids"][:200].tolist()))
 
 
 def _show(folder: Path, manifest: dict[str, Any]) -> None:
     from rich.table import Table
+
+    from elastic_memory.data.parts import SPLITS
 
     table = Table("split", "documents", "tokens", "rows", title=f"rows of {manifest['length']:,} tokens")
     for split, facts in manifest["splits"].items():
@@ -116,7 +116,7 @@ def _show(folder: Path, manifest: dict[str, Any]) -> None:
     print(f"tokenizer {tokenizer['name']} ({tokenizer['vocab_size']:,} ids, sha256 {tokenizer['sha256'][:12]})")
     print("licences: " + ", ".join(f"{name} ({count})" for name, count in manifest["source"]["licences"].items()))
     print("left out: " + (", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) or "nothing"))
-    missing = [split for split in ("train", "validation", "test") if split not in manifest["splits"]]
+    missing = [split for split in SPLITS if split not in manifest["splits"]]
     if missing:
         print(f"no document fell into {' and '.join(missing)}: see --shares")
     print(f"in {folder}")

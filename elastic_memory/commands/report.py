@@ -7,21 +7,22 @@ import typer
 
 
 def report(
-    results: Annotated[Path, typer.Argument(help="A folder of results; folders below it count too.")],
+    results: Annotated[Path, typer.Argument(help="A folder with all below it, a run, an evaluation, or a table.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Its heading.")] = "Results",
 ) -> None:
-    """One self-contained HTML page from a folder of results.
+    """One self-contained HTML page of results: charts with values on hover, tables below them.
 
-    Shows the tables of `elastic reproduce`, the evaluations of `elastic evaluate --out`, perplexity by block, and the
-    loss curves of runs. The page needs no other file and no network: send it, keep it, print it.
+    Shows loss curves, perplexity by block and by position in the block, what memory gains, memory size against
+    perplexity, recall by distance, the paper's values beside ours, recipes and environment: whatever of these the
+    results hold. The page needs no other file and no network: send it, keep it, print it.
 
         elastic report results --out report.html
 
         elastic report runs --out runs.html --title "This week's runs"
     """
+    from elastic_memory.common.files import write_text
     from elastic_memory.report.page import page
-    from elastic_memory.training.files import write_text
 
     text = page(results, title)
     out.parent.mkdir(parents=True, exist_ok=True)

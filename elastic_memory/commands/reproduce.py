@@ -6,43 +6,43 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from elastic_memory.commands.options import check_range
+
 if TYPE_CHECKING:
+    from elastic_memory.report.tables import Table
     from elastic_memory.reproduction.experiment import Experiment
     from elastic_memory.reproduction.lab import Lab
 
-TIERS = ("smoke", "small", "paper")
+Out = Annotated[Path, typer.Option(help="Folder for the tables, their JSON, and one record per run.")]
+Reference = Annotated[
+    str | None,
+    typer.Option(help="LongPPL: the model that finds key tokens (a run, a folder, a .gguf file, a name on the hub)."),
+]
+Minutes = Annotated[
+    float | None, typer.Option(help="Stop after this long; the same command resumes. 0 only writes the tables.")
+]
+Seeds = Annotated[int | None, typer.Option(help="At most this many seeds per model (default: as the table says).")]
 
 
 def reproduce(
-    tables: Annotated[
-        list[str], typer.Argument(help="Tables by name, such as `signals`; or `list`, `status`, `claims`.")
-    ],
+    tables: Annotated[list[str], typer.Argument(help="Tables by name, such as main; or one of list, status, claims.")],
     tier: Annotated[str, typer.Option(help="smoke: minutes; small: one GPU; paper: the paper's own sizes.")] = "smoke",
-    out: Annotated[Path, typer.Option(help="Folder for tables, JSON, and the records they are made of.")] = Path(
-        "results"
-    ),
-    data: Annotated[Path | None, typer.Option(help="Folder with prepared rows in one folder per corpus.")] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(help="The model that finds LongPPL's key tokens: a run, a folder, a .gguf file, a hub name."),
-    ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Stop after so long; the next call continues. 0 only writes the tables.")
-    ] = None,
-    parallel: Annotated[int, typer.Option(help="Training processes side by side on one GPU.")] = 1,
-    seeds: Annotated[
-        int | None, typer.Option(help="At most so many seeds a model (default: what a table wants).")
-    ] = None,
+    out: Out = Path("results"),
+    data: Annotated[Path | None, typer.Option(help="Prepared rows: a folder with one folder per corpus.")] = None,
+    reference: Reference = None,
+    minutes: Minutes = None,
+    parallel: Annotated[int, typer.Option(help="Training processes that share one GPU.")] = 1,
+    seeds: Seeds = None,
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the weights of measured models.")] = False,
 ) -> None:
-    """Regenerate tables of the paper, its values beside ours.
+    """Regenerate tables of the paper, with its values beside ours.
 
     Prints each table and writes it to --out as JSON and Markdown. `signals` needs no training and takes seconds:
 
         elastic reproduce signals
 
-    Others train their models first, from the recipes of the tier, and measure them; of each run a small record is kept
-    in OUT/runs, and tables share them. What is interrupted, by Ctrl-C or --minutes, continues with the same command:
+    Other tables train their models first, with the recipes of the tier. Each run leaves a small record in OUT/runs,
+    which all tables share. To resume after Ctrl-C or --minutes, repeat the same command:
 
         elastic reproduce main
 
@@ -50,7 +50,7 @@ def reproduce(
 
         elastic reproduce injection --tier paper --data rows32k --reference meta-llama/Llama-3.1-8B
 
-    What there is, what is done and missing with estimated GPU minutes, and the paper's claims checked against ours:
+    List all tables; show what is done and what is missing, with estimated GPU minutes; check the paper's claims:
 
         elastic reproduce list
 
@@ -58,56 +58,48 @@ def reproduce(
 
         elastic reproduce claims --tier small
     """
-    from rich.console import Console
-
-    from elastic_memory.reproduction.tables import NAMES, load, summary
+    from elastic_memory.common.names import suggest
+    from elastic_memory.reproduction.tiers import TIERS
 
     if tier not in TIERS:
-        raise ValueError(f"tier {tier!r}: {', '.join(TIERS)} fit")
-    if parallel < 1 or (seeds is not None and seeds < 1) or (minutes is not None and minutes < 0):
-        raise ValueError(f"--parallel {parallel}, --seeds {seeds}, --minutes {minutes}: at least 1, 1 and 0")
-    if tables == ["list"]:
-        print("\n".join(f"{name:16}{summary(name)}" for name in NAMES))
+        raise ValueError(f"tier {tier!r}: {suggest(tier, TIERS)}")
+    check_range(1, parallel=parallel, seeds=seeds)
+    check_range(0, minutes=minutes)
+    if len(tables) == 1 and tables[0] in INFORMATION:
+        INFORMATION[tables[0]](tier, out)
         return
-    console = Console()
-    if tables == ["status"]:
-        _status(console, tier, out)
-        return
-    if tables == ["claims"]:
-        from elastic_memory.reproduction.ledger import write
-
-        console.print(write(out, tier).rich())
-        return
-    modules = {name: load(name) for name in dict.fromkeys(tables)}
-    trained = [module.EXPERIMENT for module in modules.values() if hasattr(module, "EXPERIMENT")]
-    for name, module in modules.items():
-        if not hasattr(module, "EXPERIMENT"):
-            given = {"data": data, "reference": reference, "minutes": minutes, "seeds": seeds}
-            for option in (option for option, value in given.items() if value is not None):
-                raise ValueError(f"table {name!r} has no use for --{option}: leave it out")
-            console.print(module.run(tier, out).rich())
-    failed = False
-    if trained:
+    given = {"data": data, "reference": reference, "minutes": minutes, "seeds": seeds}
+    experiments = _run_untrained(tables, tier, out, given)
+    succeeded = True
+    if experiments:
         from elastic_memory.reproduction.lab import Lab
 
         lab = Lab(tier, out, data, reference)
-        failed = _train(lab, trained, minutes, parallel, seeds, keep_weights)
-        for experiment in trained:
-            console.print(experiment.write(lab).rich())
+        succeeded = _train(experiments, lab, minutes, parallel, seeds, keep_weights)
+        for experiment in experiments:
+            _print(experiment.write(lab))
     print(f"written to {out}")
-    if failed:
+    if not succeeded:
         raise typer.Exit(1)
 
 
+def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any]) -> "list[Experiment]":
+    """Make the tables that need no trained models, and return the others."""
+    from elastic_memory.reproduction.tables import load
+
+    modules = {name: load(name) for name in dict.fromkeys(tables)}
+    for name, module in modules.items():
+        if not hasattr(module, "EXPERIMENT"):
+            for option in (option for option, value in given.items() if value is not None):
+                raise ValueError(f"table {name!r} does not use --{option}: leave it out")
+            _print(module.run(tier, out))
+    return [module.EXPERIMENT for module in modules.values() if hasattr(module, "EXPERIMENT")]
+
+
 def _train(
-    lab: "Lab",
-    tables: "list[Experiment]",
-    minutes: float | None,
-    parallel: int,
-    seeds: int | None,
-    keep_weights: bool,
+    tables: "list[Experiment]", lab: "Lab", minutes: float | None, parallel: int, seeds: int | None, keep_weights: bool
 ) -> bool:
-    """Train and measure what is missing; whether something failed."""
+    """Train and measure what is missing; False if something failed."""
     from elastic_memory.reproduction.planning import tasks, to_do
     from elastic_memory.reproduction.scheduler import Scheduler
     from elastic_memory.reproduction.tables import wanted
@@ -118,11 +110,11 @@ def _train(
         experiment.check_earlier(lab.out / f"{experiment.name}-{lab.name}.json", lab.name)
     todo = to_do(lab, tables, seeds)
     if minutes == 0 or not todo:
-        return False
+        return True
     pairs = [pair for one in todo for pair in lab.missing(one.model, wanted(one.model))]
     lab.require((one.model.corpus for one in todo), longppl=any(metric == "longppl" for metric, _ in pairs))
     for corpus in dict.fromkeys(one.model.corpus for one in todo):
-        lab.folder(corpus)  # text that comes with the tier is prepared once, not by each process
+        lab.folder(corpus)  # prepares the text that comes with the tier: once, not in each process
     tell(f"{len(todo)} models to train or measure at tier {lab.name}")
     if minutes is None and parallel == 1:
         for number, one in enumerate(todo, 1):
@@ -131,26 +123,45 @@ def _train(
                 lab.complete(one.model, wanted(one.model), keep_weights)
             except StoppedError as error:
                 print(f"elastic: {error}", file=sys.stderr)
-                return True
+                return False
             finally:
                 for experiment in tables:
                     experiment.write(lab)
-        return False
+        return True
     seconds = None if minutes is None else 60 * minutes
     scheduler = Scheduler(tasks(lab, todo, parallel, keep_weights), parallel, lab.work / "logs", seconds)
     scheduler.run()
-    tell(
-        f"{len(scheduler.done)} jobs done, {len(scheduler.failed)} failed, {len(scheduler.left)} left for the next call"
-    )
-    return bool(scheduler.failed)
+    left = f"{len(scheduler.left)} left" + (": repeat the command to resume" if scheduler.left else "")
+    tell(f"{len(scheduler.done)} jobs done, {len(scheduler.failed)} failed, {left}")
+    return not scheduler.failed
 
 
-def _status(console: Any, tier: str, out: Path) -> None:
-    """Cells done and missing, by table, with estimated minutes of one GPU."""
+def _list(tier: str, out: Path) -> None:
+    from elastic_memory.reproduction.tables import NAMES, summary
+
+    print("\n".join(f"{name:16}{summary(name)}" for name in NAMES))
+
+
+def _claims(tier: str, out: Path) -> None:
+    from elastic_memory.reproduction.ledger import write
+
+    _print(write(out, tier))
+
+
+def _status(tier: str, out: Path) -> None:
     from elastic_memory.report.tables import Table
     from elastic_memory.reproduction.lab import Lab
     from elastic_memory.reproduction.planning import status
 
     rows, note = status(Lab(tier, out))
     columns = ["table", "cells", "missing", "runs to do", "more seeds", "GPU minutes"]
-    console.print(Table(f"Tier {tier}: what is done", columns, rows, note).rich())
+    _print(Table(f"Tier {tier}: what is done", columns, rows, note))
+
+
+def _print(table: "Table") -> None:
+    from rich.console import Console
+
+    Console().print(table.rich())
+
+
+INFORMATION = {"list": _list, "status": _status, "claims": _claims}

@@ -5,15 +5,18 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_memory.common.defaults import BLOCK_SIZE
+
 
 def selfcheck(
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default the GPU if there is one.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Also compile every mechanism (minutes).")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: the GPU if there is one).")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also check compiled models; takes minutes.")] = False,
 ) -> None:
-    """Check, on this machine, every equivalence that the library relies on, and print the largest errors.
+    """Check on this machine that all ways to compute the same thing agree, and print the largest errors.
 
-    Streams against one call, blocks read side by side, padded against single rows, saved and loaded, checkpointed,
-    compiled, both algorithms of the operators, and the operators themselves. Exit code 1 if an error exceeds its bound.
+    Compares streaming, padded batches, prompts in pieces, saved and loaded memories, gradient checkpointing and
+    compiled code with one plain call, and the operators with their definitions. Exit code 1 if an error exceeds its
+    bound.
 
         elastic selfcheck --device cuda
     """
@@ -62,7 +65,7 @@ def operator_checks(device: str) -> Iterator[tuple[str, float, float]]:
     from elastic_memory.operators import Bank
 
     there = torch.device(device)
-    order, size, blocks = 540, 2048, 16
+    order, size, blocks = 540, BLOCK_SIZE, 16
     first, second = hippo.transition(order, 8, 10, device=there), hippo.transition(order, 9, 9, device=there)
     whole = first @ hippo.transition(order, 6, 8, device=there)
     yield "transition composes", float((whole - hippo.transition(order, 6, 10, device=there)).abs().max()), 1e-10
@@ -203,7 +206,7 @@ def _algorithms(model: Any, ids: Any) -> float:
 
 
 def _prefilled(model: Any, ids: Any) -> float:
-    """Tokens that differ when a prompt is read in pieces of 7."""
+    """How many tokens differ when a prompt is read in pieces of 7."""
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     return float((model.generate(ids, prefill_chunk_size=7, **options) != model.generate(ids, **options)).sum())
 

@@ -12,32 +12,35 @@ MEASURED = Path("results")
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="What to train: a YAML file, or a packaged one such as smoke/elastic.")],
-    data: Annotated[Path | None, typer.Option(help="A folder that `elastic prepare` wrote.")] = None,
-    out: Annotated[Path, typer.Option(help="Where run folders go; a run is named by what it trains.")] = Path("runs"),
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Change a key: training.tokens=1e9")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a recipe of the package such as smoke/elastic.")],
+    data: Annotated[Path | None, typer.Option(help="A folder written by `elastic prepare`.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for runs; each run gets a folder of its own.")] = Path("runs"),
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key: training.tokens=1e9; repeatable.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
     requeue: Annotated[
-        bool, typer.Option("--requeue", help="Go on with the run, or start it: for jobs that a scheduler starts again.")
+        bool, typer.Option("--requeue", help="Resume the run if there is one, else start it: for job schedulers.")
     ] = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-exact on a GPU too, slower.")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-exact results on a GPU; slower.")] = False,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="With --resume: a fresh optimizer, where its state was removed.")
+        bool, typer.Option("--weights-only", help="With --resume: start a fresh optimizer if its saved state is gone.")
     ] = False,
     new_machine: Annotated[
-        bool, typer.Option("--new-machine", help="With --resume: accept other devices, micro-batches or versions.")
+        bool,
+        typer.Option("--new-machine", help="With --resume: accept other devices, micro-batches or versions."),
     ] = False,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Do not train: print the resolved recipe, memory, time and cost.")
+        bool, typer.Option("--plan", help="Do not train; print the resolved recipe and its memory, time and cost.")
     ] = False,
-    devices: Annotated[int, typer.Option(help="For --plan: how many GPUs.")] = 8,
-    price: Annotated[float, typer.Option(help="For --plan: what a GPU costs an hour.")] = 2.5,
-    measured: Annotated[Path, typer.Option(help="For --plan: results to take speeds from.")] = MEASURED,
+    devices: Annotated[int, typer.Option(help="With --plan: number of GPUs.")] = 8,
+    price: Annotated[float, typer.Option(help="With --plan: price of one GPU for an hour.")] = 2.5,
+    measured: Annotated[Path, typer.Option(help="With --plan: folder of results with measured speeds.")] = MEASURED,
 ) -> None:
-    """Train the model of a recipe, or go on with a run that was interrupted.
+    """Train the model of a recipe, or resume an interrupted run.
 
-    A run folder holds the resolved recipe, metrics, checkpoints and, at the end, the model. However it is interrupted,
-    `--resume` goes on with the same samples and reaches the same weights. Ctrl-C and SIGTERM save first.
+    A run folder holds the resolved recipe, metrics, checkpoints and, at the end, the model. After any interruption
+    `--resume` continues with the same samples and reaches the same weights. Ctrl-C and SIGTERM save a checkpoint first.
 
         elastic prepare stdlib --tokenizer bytes --length 512 --out data/stdlib
 
@@ -58,7 +61,7 @@ def train(
         _print_plans(recipe, overrides, measured, devices, price)
         return
     if data is None:
-        raise ValueError("--data is missing: a folder that `elastic prepare` wrote")
+        raise ValueError("--data is missing: a folder written by `elastic prepare`")
 
     from elastic_memory.training.session import Resume
     from elastic_memory.training.session import train as run
@@ -99,7 +102,7 @@ def _print_plans(recipe: str, overrides: list[str], measured: Path, devices: int
 
 
 def _total(plans: list[Any], key: str) -> str:
-    """The sum of what is known, marked where something is not."""
+    """The sum of the known values; `+ ?` marks that some are unknown."""
     known = [getattr(made, key) for made in plans if getattr(made, key) is not None]
     if not known:
         return "?"

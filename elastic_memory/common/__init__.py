@@ -1,1 +1,1 @@
-"""Small things that everybody needs."""
+"""Small things that all parts share: files, locks, checksums, strict reading, names, defaults, environment."""

@@ -1,4 +1,4 @@
-"""How many threads to compute with, where a model is too small to need them all."""
+"""How many threads to use for small models."""
 
 import os
 import time
@@ -7,10 +7,10 @@ import torch
 
 
 def choose_threads() -> int:
-    """One thread, or all that torch has: whichever is faster at present for small products.
+    """One thread, or all of torch's: whichever is now faster for small products.
 
-    Tiny models on cores that others use too are up to six times slower with two threads than with one, because each
-    product waits for the slower thread. OMP_NUM_THREADS decides where it is set.
+    On shared cores a tiny model can be six times slower with two threads than with one, because each product waits for
+    the slower thread. If OMP_NUM_THREADS is set, it decides.
     """
     most = torch.get_num_threads()
     if most == 1 or "OMP_NUM_THREADS" in os.environ:
@@ -24,7 +24,7 @@ def choose_threads() -> int:
             torch.nn.functional.silu(left @ right)
         return time.perf_counter() - begin
 
-    # several short turns each: what else runs on the machine comes and goes
+    # interleaved, as the load of the machine varies
     turns = [(seconds(1), seconds(most)) for _ in range(5)]
     alone, together = (sum(column) for column in zip(*turns, strict=True))
     torch.set_num_threads(1 if alone <= together else most)

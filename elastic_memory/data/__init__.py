@@ -1,4 +1,4 @@
-"""Text on disk becomes rows of tokens: `prepare` writes them, `samples` reads them."""
+"""Text into rows of tokens: `prepare` writes them, `samples` reads them."""
 
 from elastic_memory.data.corpora import CORPORA
 from elastic_memory.data.prepare import prepare

@@ -1,6 +1,5 @@
 """Corpora by name: `CORPORA`. To add one, add an entry."""
 
-import difflib
 import hashlib
 import sysconfig
 from collections import Counter
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastic_memory.common.names import suggest
 from elastic_memory.data.parts import file_parts
 from elastic_memory.data.sources import Document, Part
 
@@ -48,7 +48,7 @@ class Hub:
         return load_dataset(self.builder, data_files=f"{root}/{self.files[split]}", split="train", streaming=True)
 
     def root(self) -> str:
-        """Where the files are, at the commit of now, so that a run continued tomorrow reads the same ones."""
+        """Where the files are, at the current commit, so that a resumed call reads the same ones."""
         try:
             import datasets  # noqa: F401
             from huggingface_hub import HfApi
@@ -93,10 +93,10 @@ class HubShard:
 
 
 class StandardLibrary:
-    """The sources of Python's standard library: always there, no download.
+    """The source code of Python's standard library: always there, no download.
 
-    Single files are short, so a package is one document, and so are all plain modules that begin with the same
-    letter; files in alphabetical order, each under a line with its path.
+    Single files are short, so each package is one document, and so are all single modules with the same first letter.
+    Files are in alphabetical order, each after a line with its path.
     """
 
     licence = "PSF-2.0"
@@ -105,7 +105,7 @@ class StandardLibrary:
         "unittest": "test",
         "modules i": "test",
     }
-    # third-party code, tests, and generated tables are no prose of the library
+    # third-party code, tests and generated tables
     left_out = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__phello__"})
 
     def parts(self) -> list[Part]:  # noqa: D102
@@ -117,7 +117,7 @@ class StandardLibrary:
                 name = folders[0] if folders else f"modules {file[0].lower()}"
                 documents.setdefault(name, []).append("/".join((*folders, file)))
         if not documents:
-            raise ValueError(f"this Python has no sources of its standard library in {root}")
+            raise ValueError(f"this Python has no source code of its standard library in {root}: choose another corpus")
         return [
             Package(root, name, tuple(documents[name]), self.held_out.get(name, "train")) for name in sorted(documents)
         ]
@@ -151,7 +151,7 @@ class Package:
 
 
 CORPORA: dict[str, Corpus] = {
-    # a copy of deepmind/pg19, which itself holds only a program that downloads the books
+    # a copy of deepmind/pg19, which holds only a script that downloads the books
     "pg19": Hub(
         "emozilla/pg19",
         "parquet",
@@ -172,18 +172,16 @@ CORPORA: dict[str, Corpus] = {
 
 
 def find_parts(sources: list[str], text: str, passed_over: Counter[str]) -> list[Part]:
-    """The parts of a corpus of `CORPORA`, or of files and folders; an unknown name gets the nearest known one."""
+    """The parts of a corpus of `CORPORA`, or of files and folders."""
     if len(sources) == 1 and sources[0] in CORPORA:
         return CORPORA[sources[0]].parts()
     for source in sources:
         if source in CORPORA:
-            raise ValueError(f"{source} is a corpus of its own: prepare it alone")
+            raise ValueError(f"{source} is a named corpus: prepare it without other sources")
         if not Path(source).exists():
-            near = difflib.get_close_matches(source, CORPORA, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
             raise ValueError(
-                f"no corpus or file {source!r}: {hint}corpora are {', '.join(CORPORA)}; "
-                "otherwise give parquet files, JSONL (.jsonl, .jsonl.gz, .jsonl.zst) or a folder of text"
+                f"no corpus or file {source!r}: {suggest(source, CORPORA)}; or give parquet files, JSONL (.jsonl, "
+                ".jsonl.gz, .jsonl.zst) or a folder of text"
             )
     parts = file_parts([Path(source) for source in sources], text, passed_over)
     if not parts:

@@ -1,4 +1,4 @@
-"""The parts of a corpus put together: one file of rows per split, and the manifest."""
+"""Combine the parts of a corpus: one file of rows per split, and the manifest."""
 
 import hashlib
 import json
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import elastic_memory
-from elastic_memory.data.folders import whole_file
+from elastic_memory.common.files import sha256, whole_file, write_json
 from elastic_memory.data.parts import SPLITS
-from elastic_memory.data.rows import RowMaker
 from elastic_memory.data.samples import FORMAT, MANIFEST, split_files
+from elastic_memory.data.tokenize_part import RowMaker
 
 
 class NothingKept(ValueError):  # noqa: N818
@@ -21,8 +21,8 @@ class NothingKept(ValueError):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is prepared. Runs may share a folder only if their plans are equal."""
+class Preparation:
+    """What is prepared. Calls may share a folder only if these fields are equal."""
 
     length: int
     tokenizer: str
@@ -33,12 +33,12 @@ class Plan:
 
 
 def part_files(folder: Path, index: int) -> tuple[Path, Path]:
-    """The rows of a part and, written after them, the record of what is in them."""
+    """The file with the rows of a part, and the record of its documents, which is written after it."""
     return folder / ".work" / f"{index:06d}.bin", folder / ".work" / f"{index:06d}.json"
 
 
-def gather(folder: Path, plan: Plan, maker: RowMaker, names: list[str], passed_over: Counter[str]) -> None:
-    """Put the rows of all parts together by split; the manifest comes last and says that the folder is complete."""
+def gather(folder: Path, plan: Preparation, maker: RowMaker, names: list[str], passed_over: Counter[str]) -> None:
+    """Combine the rows of all parts by split; the manifest is written last and marks the folder as complete."""
     facts = _facts(folder, plan, passed_over)
     row_bytes = plan.length * maker.dtype.itemsize
     splits = {split: _gather_split(folder, plan, split, row_bytes) for split in SPLITS if facts["rows"][split]}
@@ -60,19 +60,17 @@ def gather(folder: Path, plan: Plan, maker: RowMaker, names: list[str], passed_o
         "skipped": facts["skipped"],
         "plan": asdict(plan),
     }
-    with whole_file(folder / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=1).encode())
+    write_json(folder / MANIFEST, manifest)
 
 
-def _facts(folder: Path, plan: Plan, passed_over: Counter[str]) -> dict[str, Any]:
-    """Counts over all parts; refuses damaged parts, and a corpus without a single row."""
+def _facts(folder: Path, plan: Preparation, passed_over: Counter[str]) -> dict[str, Any]:
+    """Totals over all parts; refuses damaged parts, and a corpus without rows."""
     rows, licences, skipped = dict.fromkeys(SPLITS, 0), Counter[str](), Counter(passed_over)
     files: dict[str, str] = {}
     longest = size = 0
     for path, record in _records(folder, plan):
-        with open(path, "rb") as part:
-            if hashlib.file_digest(part, "sha256").hexdigest() != record["sha256"]:
-                raise ValueError(f"{path} is damaged: delete it and its .json, and run the same command again")
+        if sha256(path) != record["sha256"]:
+            raise ValueError(f"{path} is damaged: delete it and its .json, and run the same command again")
         files |= record["sources"]
         skipped.update(record["skipped"])
         longest, size = max(longest, record["longest"]), size + record["bytes"]
@@ -92,7 +90,7 @@ def _facts(folder: Path, plan: Plan, passed_over: Counter[str]) -> dict[str, Any
     return {"rows": rows, "source": source, "longest": longest, "skipped": left_out}
 
 
-def _gather_split(folder: Path, plan: Plan, split: str, row_bytes: int) -> dict[str, Any]:
+def _gather_split(folder: Path, plan: Preparation, split: str, row_bytes: int) -> dict[str, Any]:
     rows_path, documents_path = split_files(folder, split)
     count = {"documents": 0, "tokens": 0, "rows": 0}
     rows_sha256, documents_sha256 = hashlib.sha256(), hashlib.sha256()
@@ -116,7 +114,7 @@ def _gather_split(folder: Path, plan: Plan, split: str, row_bytes: int) -> dict[
     return count | {"sha256": rows_sha256.hexdigest(), "documents_sha256": documents_sha256.hexdigest()}
 
 
-def _records(folder: Path, plan: Plan) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _records(folder: Path, plan: Preparation) -> Iterator[tuple[Path, dict[str, Any]]]:
     for index in range(plan.parts):
         rows, record = part_files(folder, index)
         yield rows, json.loads(record.read_bytes())

@@ -1,4 +1,4 @@
-"""Which parts a corpus of files has: decided by the files alone, so that every run and every shard finds the same."""
+"""Divide files into parts: by the files alone, so that every call and every shard finds the same parts."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from elastic_memory.data.sources import PACKED, JsonLines, ParquetRows, Part, Te
 
 PART = 64 << 20  # bytes of text in a part, roughly
 PART_FILES = 4096
-FOLD = 1000  # text does not shrink further, files made to fill a memory do
+MOST_EXPANSION = 1000  # text does not compress further; files made to exhaust memory do
 SPLITS = ("train", "validation", "test")
 
 _SPLIT_NAMES = {name: name for name in SPLITS} | {"valid": "validation", "val": "validation", "dev": "validation"}
@@ -20,7 +20,7 @@ _ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz
 
 
 def file_parts(sources: list[Path], text: str, passed_over: Counter[str]) -> list[Part]:
-    """The parts of all files under `sources`, in a fixed order; counts the files that are none of ours by reason."""
+    """The parts of all files in `sources`, in a fixed order; `passed_over` counts other files by reason."""
     folders = [source.absolute() if source.is_dir() else source.absolute().parent for source in sources]
     base = Path(os.path.commonpath(folders))
     parts: list[Part] = []
@@ -34,16 +34,16 @@ def file_parts(sources: list[Path], text: str, passed_over: Counter[str]) -> lis
         else:
             parts += _text_parts(base, files)
     if not {"train"} < {part.split for part in parts} - {None}:
-        # One name alone, such as a lone train.parquet, divides nothing.
+        # A single split, such as a lone train.parquet, is no division.
         return [replace(part, split=None) for part in parts]  # type: ignore[type-var]
     passed_over["in no split"] += sum(part.split is None for part in parts)
     return [part for part in parts if part.split]
 
 
 def _files(source: Path, passed_over: Counter[str]) -> list[str]:
-    """The regular files of a folder, sorted; hidden ones and links that lead out of it are left alone."""
+    """The regular files of a folder, sorted, without hidden files and links that lead out of it."""
     if source.name.endswith(_ARCHIVES):
-        raise ValueError(f"{source} is an archive, and archives are never unpacked here: unpack it and give the folder")
+        raise ValueError(f"{source} is an archive, and archives are never unpacked: unpack it and give the folder")
     if source.is_file():
         return [str(source)]
     if not source.is_dir():
@@ -87,10 +87,10 @@ def _parquet_parts(path: Path, file: str, text: str) -> list[Part]:
     for group in range(metadata.num_row_groups):
         rows, facts = metadata.row_group(group).num_rows, metadata.row_group(group).column(column)
         size = facts.total_uncompressed_size
-        if size > max(PART, FOLD * facts.total_compressed_size):
+        if size > max(PART, MOST_EXPANSION * facts.total_compressed_size):
             raise ValueError(
-                f"{path}: row group {group} unpacks from {facts.total_compressed_size:,} to {size:,} bytes, which no "
-                "text does: leave the file out"
+                f"{path}: row group {group} unpacks from {facts.total_compressed_size:,} to {size:,} bytes, more "
+                "than any text: leave the file out"
             )
         step = max(1, rows * PART // max(size, PART))
         for start in range(0, rows, step):
@@ -105,7 +105,7 @@ def _json_parts(path: Path, file: str, text: str) -> list[Part]:
     if file.endswith(tuple(PACKED)):
         with unpacked(path) as file_bytes:
             size = sum(len(block) for block in iter(lambda: file_bytes.read(1 << 20), b""))
-        # Each part unpacks the file from its beginning: with more parts that would take longer than tokenising.
+        # Each part unpacks the file from its start: with more parts this would take longer than tokenizing.
         step = max(PART, -(-size // 16))
     return [JsonLines(path, file, at, min(at + step, size), text, _split_of(file)) for at in range(0, size, step)]
 
@@ -125,7 +125,7 @@ def _text_parts(root: Path, files: list[str]) -> list[Part]:
 
 
 def _split_of(file: str) -> str | None:
-    """The split a path names: `test/...`, `test.txt`, and for tables also `test-00000-of-00003.parquet`."""
+    """The split that a path names: `test/...`, `test.txt`, `test-00000-of-00003.parquet`."""
     *folders, last = file.lower().split("/")
     stem = re.split(r"[^a-z]", last)[0] if last.endswith(_TABLES) else last.split(".")[0]
     return next((_SPLIT_NAMES[word] for word in (*folders, stem) if word in _SPLIT_NAMES), None)

@@ -1,12 +1,12 @@
-"""From a corpus to a folder of token rows that training and evaluation read.
+"""From a corpus to a folder of token rows for training and evaluation.
 
-1. The corpus is divided into parts (`parts`, `corpora`), by what is on disk alone.
-2. Each part becomes a file of rows and a record of its documents under `.work` (`rows`), complete or not at all.
-3. When all parts are there, their rows are gathered by split into `train.bin`, `validation.bin` and `test.bin`
-   (`gather`); the manifest is written last. A folder with a manifest is finished.
+1. The corpus is divided into parts (`parts`, `corpora`).
+2. Each part is tokenized into a file of rows and a record of its documents in `.work` (`tokenize_part`).
+3. The rows of all parts are combined by split into `train.bin`, `validation.bin` and `test.bin` (`gather`). The
+   manifest is written last: a folder with a manifest is finished.
 
-A run that died repeats only the part it was in. A shard does every n-th part and stops before step 3; the same
-command without a shard finds them done and gathers them: the same bytes as one run.
+An interrupted call repeats only the part it was in. A shard does every n-th part and stops before step 3; a call
+without a shard then finds all parts done and combines them: the same bytes as from a single call.
 """
 
 import errno
@@ -20,17 +20,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elastic_memory.common.defaults import LENGTH
+from elastic_memory.common.files import sha256, whole_file, write_json
+from elastic_memory.common.locks import locked
 from elastic_memory.data.corpora import find_parts
-from elastic_memory.data.folders import locked, whole_file
-from elastic_memory.data.gather import NothingKept, Plan, gather, part_files
-from elastic_memory.data.rows import Outcome, RowMaker
+from elastic_memory.data.gather import NothingKept, Preparation, gather, part_files
 from elastic_memory.data.samples import MANIFEST, read_manifest
 from elastic_memory.data.sources import Part
+from elastic_memory.data.tokenize_part import Outcome, RowMaker
 from elastic_memory.data.tokenizers import load_tokenizer
 
 
-class Progress(NamedTuple):
-    """How far a run has come; `total_bytes` is 0 where nobody knows."""
+class PrepareProgress(NamedTuple):
+    """How far a call has come; `total_bytes` is 0 if unknown."""
 
     part: int
     parts: int
@@ -44,22 +46,22 @@ def prepare(
     out: str | Path,
     *,
     tokenizer: str | Path,
-    length: int = 32768,
+    length: int = LENGTH,
     shares: tuple[float, ...] = (0.9, 0.05, 0.05),
     text: str = "text",
     shard: tuple[int, int] = (0, 1),
     workers: int | None = None,
-    watch: Callable[[Progress], None] = lambda progress: None,
+    watch: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> dict[str, Any] | None:
-    """Prepare a corpus of `CORPORA`, or parquet, JSONL or text files; returns the manifest, None for a shard of many.
+    """Prepare a corpus of `CORPORA`, or parquet, JSONL or text files; returns the manifest, or None for a shard.
 
-    `shares` divides the documents among train, validation and test where the corpus has no splits of its own.
+    `shares` divides the documents into train, validation and test if the corpus has no splits of its own.
     """
     _check(length, shares, shard)
     names = [str(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder")
+        raise ValueError(f"{folder} is not a folder: choose another --out")
     maker = RowMaker(load_tokenizer(tokenizer), length, shares, workers)
     passed_over: Counter[str] = Counter()
     parts = find_parts(names, text, passed_over)
@@ -68,7 +70,7 @@ def prepare(
         manifest = read_manifest(folder)
         _compare(folder, manifest["plan"], plan)
         _compare_content(folder, manifest["source"]["sha256"], parts)
-        # A run that was killed here had nothing left to do but to clear up.
+        # A call that was killed before it could clean up leaves this.
         shutil.rmtree(folder / ".work", ignore_errors=True)
         return manifest
     with _held(folder, shard), _plain_disk_errors(folder):
@@ -87,16 +89,16 @@ def prepare(
 
 def _check(length: int, shares: tuple[float, ...], shard: tuple[int, int]) -> None:
     if length < 2:
-        raise ValueError(f"a length of {length}: rows have at least 2 tokens")
+        raise ValueError(f"length {length}: a row has at least 2 tokens")
     if len(shares) != 3 or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-        raise ValueError(f"shares {shares}: three numbers for train, validation and test that add up to 1")
+        raise ValueError(f"shares {shares}: give three numbers for train, validation and test that add up to 1")
     if not 0 <= shard[0] < shard[1]:
-        raise ValueError(f"shard {shard[0]}/{shard[1]}: n shards are 0/n to {'n-1'}/n")
+        raise ValueError(f"shard {shard[0]}/{shard[1]}: give 0/{shard[1]} to {shard[1] - 1}/{shard[1]}")
 
 
-def _plan(parts: list[Part], maker: RowMaker) -> Plan:
+def _plan(parts: list[Part], maker: RowMaker) -> Preparation:
     corpus = json.dumps([[part.name, part.split, part.size] for part in parts])
-    return Plan(
+    return Preparation(
         length=maker.length,
         tokenizer=maker.tokenizer.name,
         tokenizer_sha256=maker.tokenizer.sha256,
@@ -106,38 +108,37 @@ def _plan(parts: list[Part], maker: RowMaker) -> Plan:
     )
 
 
-def _begin(folder: Path, plan: Plan) -> None:
-    """Write the plan down, or find that what was begun here followed the same one."""
+def _begin(folder: Path, plan: Preparation) -> None:
+    """Write the plan, or compare it with the plan of the call that started here."""
     begun = folder / ".work" / "plan.json"
     if begun.exists():
         _compare(folder, json.loads(begun.read_bytes()), plan)
     else:
-        with whole_file(begun) as file:
-            file.write(json.dumps(asdict(plan)).encode())
+        write_json(begun, asdict(plan))
 
 
-def _compare(folder: Path, found: dict[str, Any], plan: Plan) -> None:
+def _compare(folder: Path, found: dict[str, Any], plan: Preparation) -> None:
     differ = {key: now for key, now in asdict(plan).items() if found.get(key) != now}
     if differ:
         changed = "; ".join(f"{key} was {found.get(key)}, now {now}" for key, now in differ.items())
-        raise ValueError(f"{folder} holds another preparation ({changed}): choose another --out")
+        raise ValueError(f"{folder} was prepared with other settings ({changed}): choose another --out")
 
 
 def _compare_content(folder: Path, recorded: dict[str, str], parts: list[Part]) -> None:
-    """Hash the files that were touched since the folder was finished: their size alone says nothing."""
+    """Compare the hashes of files that were touched after the folder was finished."""
     finished = (folder / MANIFEST).stat().st_ctime_ns
     for part in parts:
         if part.touched() > finished:
-            for name, sha256 in part.hashes().items():
-                if recorded.get(name) != sha256:
-                    raise ValueError(f"{folder} was prepared from other content of {name}: choose another --out")
+            for name, known in part.hashes().items():
+                if recorded.get(name) != known:
+                    raise ValueError(f"{folder} was prepared from another version of {name}: choose another --out")
 
 
 def _tokenise(
-    folder: Path, parts: list[Part], indices: range, maker: RowMaker, watch: Callable[[Progress], None]
+    folder: Path, parts: list[Part], indices: range, maker: RowMaker, watch: Callable[[PrepareProgress], None]
 ) -> None:
-    """Write the parts that are not there yet."""
-    done = Progress(0, len(indices), 0, sum(parts[index].size for index in indices), 0)
+    """Tokenize the parts that are not done yet."""
+    done = PrepareProgress(0, len(indices), 0, sum(parts[index].size for index in indices), 0)
 
     def report(outcome: Outcome) -> None:
         watch(done._replace(bytes=done.bytes + outcome.bytes, kept=done.kept + len(outcome.documents)))
@@ -152,9 +153,7 @@ def _tokenise(
                 outcome = maker.write(part, file, report)
             if part.touched() != touched:
                 raise ValueError(f"{part.name} changed while it was read: run the same command again")
-            with open(rows, "rb") as written, whole_file(record) as file:
-                sha256 = hashlib.file_digest(written, "sha256").hexdigest()
-                file.write(json.dumps({**outcome.record(), "sources": part.hashes(), "sha256": sha256}).encode())
+            write_json(record, {**outcome.record(), "sources": part.hashes(), "sha256": sha256(rows)})
         kept = len(json.loads(record.read_bytes())["documents"])
         done = done._replace(part=done.part + 1, bytes=done.bytes + part.size, kept=done.kept + kept)
         watch(done)
@@ -162,11 +161,11 @@ def _tokenise(
 
 @contextmanager
 def _held(folder: Path, shard: tuple[int, int]) -> Iterator[None]:
-    """One process per folder, or one per shard of it."""
+    """Lock the folder for one process, or for one process per shard."""
     fresh = not folder.exists()
     work = folder / ".work"
     if work.is_symlink():
-        raise ValueError(f"{work} is a link: nothing is written outside of {folder}")
+        raise ValueError(f"{work} is a link, and nothing is written outside of {folder}: remove it")
     try:
         with ExitStack() as locks:
             locks.enter_context(locked(work / "lock", shared=shard != (0, 1)))
@@ -185,6 +184,4 @@ def _plain_disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise ValueError(
-            f"no space left for {folder}: free some and run the same command again, it continues where it stopped"
-        ) from None
+        raise ValueError(f"no space left for {folder}: free some and repeat the command to resume") from None

@@ -1,6 +1,5 @@
-"""Prepared rows of tokens, read from disk as they are asked for: `samples(folder, split)`."""
+"""Prepared rows of tokens, memory-mapped: `samples(folder, split)`."""
 
-import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic_memory.common.files import sha256
+from elastic_memory.common.names import suggest
 from elastic_memory.data.tokenizers import Tokenizer, load_tokenizer
 from elastic_memory.shapes import Tensor
 
@@ -17,7 +18,7 @@ MANIFEST = "manifest.json"
 
 
 def samples(folder: str | Path, split: str = "train") -> "Samples":
-    """The rows of one split of a folder made by `elastic prepare`."""
+    """The rows of one split of a folder written by `elastic prepare`."""
     return Samples(folder, split)
 
 
@@ -28,7 +29,7 @@ class Samples:
         self.folder, self.split = Path(folder), split
         self.manifest = read_manifest(self.folder)
         if split not in self.manifest["splits"]:
-            raise ValueError(f"{folder} has no split {split!r}: it has {', '.join(self.manifest['splits'])}")
+            raise ValueError(f"{folder} has no split {split!r}: {suggest(split, self.manifest['splits'])}")
         facts = self.manifest["splits"][split]
         self.length: int = self.manifest["length"]
         self._rows, self._documents = split_files(self.folder, split)
@@ -37,7 +38,7 @@ class Samples:
         expected = facts["rows"] * self.length * self._dtype.itemsize
         found = self._rows.stat().st_size if self._rows.exists() else 0
         if found != expected:
-            raise ValueError(f"{self._rows} has {found} bytes where the manifest says {expected}: prepare it again")
+            raise ValueError(f"{self._rows} has {found:,} bytes, the manifest says {expected:,}: prepare it again")
 
     def __len__(self) -> int:
         return self._shape[0]
@@ -48,7 +49,7 @@ class Samples:
         return {"input_ids": torch.from_numpy(self._array[index].astype(np.int64))}
 
     def __reduce__(self) -> tuple:
-        # Workers of a DataLoader open the file themselves instead of receiving its contents.
+        # DataLoader workers open the file themselves instead of receiving its content.
         return Samples, (self.folder, self.split)
 
     @cached_property
@@ -65,7 +66,7 @@ class Samples:
             except (ValueError, LookupError, TypeError, RecursionError):
                 counted = -1
         if counted != len(self):
-            raise ValueError(f"{self._documents} does not describe the {len(self):,} rows: prepare it again")
+            raise ValueError(f"{self._documents} does not match the {len(self):,} rows: prepare the corpus again")
         return found
 
     @cached_property
@@ -79,16 +80,16 @@ class Samples:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the rows, as the manifest has it."""
+        """SHA-256 of the rows, from the manifest."""
         return self.manifest["splits"][self.split]["sha256"]
 
     @property
     def vocab_size(self) -> int:
-        """Every id in the rows is smaller."""
+        """Number of token ids: all ids in the rows are smaller."""
         return self.manifest["tokenizer"]["vocab_size"]
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer these rows were made with; ValueError if the one that lies beside them is another."""
+        """The tokenizer that made these rows; ValueError if the folder now holds another one."""
         beside, made = load_tokenizer(self.folder / "tokenizer"), self.manifest["tokenizer"]["sha256"]
         if not beside.known_as(made):
             raise ValueError(
@@ -98,22 +99,21 @@ class Samples:
         return beside
 
     def verify_rows(self) -> None:
-        """Read the rows once; ValueError if they are not those that were written."""
+        """Read all rows; ValueError if they have changed."""
         self._verify(self._rows, "sha256")
 
     def _verify(self, path: Path, key: str) -> None:
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != self.manifest["splits"][self.split][key]:
-                raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest; prepare it again")
+        if sha256(path) != self.manifest["splits"][self.split][key]:
+            raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest; prepare the corpus again")
 
     def verify(self) -> None:
-        """Read everything once; ValueError if a file is not what was written."""
+        """Read everything; ValueError if a file has changed."""
         self.verify_rows()
         self._verify(self._documents, "documents_sha256")
         largest = max(int(row.max()) for row in self._array)
         if largest >= self.vocab_size:
             raise ValueError(f"{self._rows} has the id {largest}, outside the vocabulary of {self.vocab_size}")
-        self.documents  # noqa: B018 - which counts their rows
+        self.documents  # noqa: B018 - reading them compares their rows
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -121,8 +121,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         begun = (Path(folder) / ".work").is_dir()
-        hint = "its preparation was begun and not finished: run it again" if begun else "make it with elastic prepare"
-        raise FileNotFoundError(f"{folder} holds no prepared rows: {hint}")
+        hint = "its preparation is not finished: repeat the command" if begun else "make it with elastic prepare"
+        raise FileNotFoundError(f"{folder} has no prepared rows: {hint}")
     try:
         manifest = json.loads(path.read_bytes())
         sizes = [manifest["length"], *(facts["rows"] for facts in manifest["splits"].values())]
@@ -142,5 +142,5 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def split_files(folder: Path, split: str) -> tuple[Path, Path]:
-    """The token rows of a split, and the documents they come from, one line each."""
+    """The files of a split: token rows, and one JSON line per document."""
     return folder / f"{split}.bin", folder / f"{split}.jsonl"

@@ -1,7 +1,7 @@
 """Documents from files: parquet, JSONL (plain, gz, zst) and text, a part at a time.
 
-A part is the unit of work: it is read, tokenised and written on its own, so that a run continues where it
-stopped, shards share a corpus by taking every n-th part, and memory does not grow with the corpus.
+A part is the unit of work: read, tokenized and written on its own. So interrupted calls resume, shards divide a corpus
+by taking every n-th part, and memory does not grow with the corpus.
 """
 
 import codecs
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from elastic_memory.common.files import sha256
 from elastic_memory.data.tokenizers import Skip
 
-LARGEST = 128 << 20  # bytes of a document in a parquet cell or a line of JSON; text files stream and have no limit
+LARGEST = 128 << 20  # bytes of a document in a parquet cell or JSON line; text files are streamed and have no limit
 PACKED = {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 
 
 @dataclass
 class Document:
-    """One text, in chunks; reading them raises Skip where the text cannot be used."""
+    """One text, in chunks; reading them raises Skip if the text cannot be used."""
 
     name: str
     chunks: Iterable[str]
@@ -31,28 +32,28 @@ class Document:
 
 
 class Part(Protocol):
-    """A stretch of a corpus. `split` is None where the corpus has no splits of its own; `size` counts bytes."""
+    """A part of a corpus."""
 
     @property
     def name(self) -> str:
-        """What this part is, the same on every machine."""
+        """A name that is the same on every machine."""
 
     @property
     def split(self) -> str | None:
-        """The corpus's own split, if it has any."""
+        """The corpus's own split; None if it has none."""
 
     @property
     def size(self) -> int:
-        """Bytes of text, roughly; 0 where nobody knows."""
+        """Approximate bytes of text; 0 if unknown."""
 
     def documents(self) -> Iterator[Document]:
         """The documents of this part, in order."""
 
     def hashes(self) -> dict[str, str]:
-        """SHA-256 by name of the files that begin in this part."""
+        """SHA-256 of the files that start in this part, by name."""
 
     def touched(self) -> int:
-        """When its files were last written, moved or copied, in nanoseconds; 0 where they cannot change."""
+        """When its files were last written, moved or copied, in nanoseconds; 0 if they cannot change."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class ParquetRows:
         return _from_record(record, self.text, place)
 
     def hashes(self) -> dict[str, str]:  # noqa: D102
-        return {self.file: _sha256(self.path)} if self.group == self.start == 0 else {}
+        return {self.file: sha256(self.path)} if self.group == self.start == 0 else {}
 
     def touched(self) -> int:  # noqa: D102
         return self.path.stat().st_ctime_ns
@@ -115,7 +116,7 @@ class ParquetRows:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """The lines that begin in bytes start to stop of the (unpacked) file."""
+    """The lines that start in bytes `start` to `stop` of the unpacked file."""
 
     path: Path
     file: str
@@ -155,7 +156,7 @@ class JsonLines:
         return _from_record(record, self.text, place)
 
     def hashes(self) -> dict[str, str]:  # noqa: D102
-        return {self.file: _sha256(self.path)} if self.start == 0 else {}
+        return {self.file: sha256(self.path)} if self.start == 0 else {}
 
     def touched(self) -> int:  # noqa: D102
         return self.path.stat().st_ctime_ns
@@ -182,10 +183,10 @@ class TextFiles:
 
     def hashes(self) -> dict[str, str]:  # noqa: D102
         if len(self.files) == 1:
-            return {self.name: _sha256(self.root / self.files[0])}
+            return {self.name: sha256(self.root / self.files[0])}
         every = hashlib.sha256()
         for file in self.files:
-            every.update(os.fsencode(file) + b"\0" + _sha256(self.root / file).encode())
+            every.update(os.fsencode(file) + b"\0" + sha256(self.root / file).encode())
         return {self.name: every.hexdigest()}
 
     def touched(self) -> int:  # noqa: D102
@@ -224,13 +225,13 @@ def _read_text(path: Path) -> Iterator[str]:
 
 
 def unpacked(path: Path) -> BinaryIO:
-    """A file of JSONL, packed or not, as its plain bytes."""
+    """Open a JSONL file, compressed or not, as plain bytes."""
     packing = next((packing for suffix, packing in PACKED.items() if path.name.endswith(suffix)), None)
     return _Unpacked(path, packing) if packing else open(path, "rb")
 
 
 class _Unpacked(io.BufferedReader):
-    """A packed file as its unpacked bytes; damage is an error that names the file."""
+    """A compressed file as plain bytes; errors name the file."""
 
     def __init__(self, path: Path, packing: str):
         import pyarrow
@@ -246,7 +247,7 @@ class _Unpacked(io.BufferedReader):
 
 
 def _to_line(file: BinaryIO, start: int) -> int:
-    """Move to the first line that begins at or after byte `start`, and return where that is."""
+    """Move to the first line that starts at or after byte `start`, and return its position."""
     place = 0
     if start and file.seekable():
         place = file.seek(start - 1)
@@ -257,8 +258,3 @@ def _to_line(file: BinaryIO, start: int) -> int:
         if line.endswith(b"\n"):
             break
     return place
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

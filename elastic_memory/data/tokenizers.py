@@ -1,11 +1,10 @@
-"""Text into token ids: any Hugging Face tokenizer, or plain bytes; long texts in pieces that equal the whole.
+"""Text into token ids: any Hugging Face tokenizer, or plain bytes; long texts in pieces, with the same ids.
 
-A tokenizer without a pre-tokeniser (Llama 2) treats a whole document as one word: it needs about 100 bytes of
-memory per byte of text, and slows down as the text grows. `pieces` therefore cuts every text into a few thousand
-characters at a time, before white space that no token of the vocabulary joins to what stands before it. No merge
-crosses such a place, and merges are never undone: both sides are independent, and the ids of the pieces, put
-together, are the ids of the whole. The tokenizer is also asked at each cut, for the sake of its other machinery:
-the text before must have the same ids with and without what follows.
+A tokenizer without a pre-tokenizer (Llama 2) treats a document as one word: it needs about 100 bytes of memory per
+byte of text, and slows down as the text grows. `pieces` therefore cuts every text into pieces of a few thousand
+characters, before white space that no token of the vocabulary joins to the character before it. No merge crosses such
+a cut, so the ids of the pieces, concatenated, are the ids of the whole text. Each cut is also verified with the
+tokenizer: the text before it must have the same ids with and without the text after it.
 """
 
 import hashlib
@@ -20,9 +19,9 @@ import numpy as np
 
 from elastic_memory.data.places import missing_folder
 
-PIECE = 8192  # characters; the fastest for Llama 2, twice the speed of whole books
-CONTEXT = 64  # characters on either side of a cut that the tokenizer is asked about
-UNBROKEN = 1 << 20  # characters without a place to cut: not text, and too much memory to encode at once
+PIECE = 8192  # characters; fastest for Llama 2, twice as fast as whole books
+CONTEXT = 64  # characters on either side of a cut that are verified with the tokenizer
+UNBROKEN = 1 << 20  # characters without a cut: not text, and too much memory to encode at once
 UNCUTTABLE = f"no place to cut in {UNBROKEN} characters"
 _PROBE = "Elastic  memory: naïve café, 12,345 tokens\n\tfor i in range(10): ∑ 漢字 🙂"
 
@@ -32,7 +31,7 @@ class Skip(Exception):  # noqa: N818 - not an error: the document is left out an
 
 
 class Tokenizer(Protocol):
-    """What preparation needs: a name and hash for the manifest, and ids without special tokens."""
+    """What preparation needs of a tokenizer."""
 
     name: str
     vocab_size: int
@@ -40,19 +39,19 @@ class Tokenizer(Protocol):
     breaks: re.Pattern[str]  # ends where a text may be cut
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`; strings such as `<s>` in it are ordinary text (to all but Unigram models)."""
+        """The ids of `text`; strings such as `<s>` in it are ordinary text (except for Unigram models)."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`."""
 
     def known_as(self, sha256: str) -> bool:
-        """Whether its hash, or the weaker one that it had in older manifests, begins like this."""
+        """Whether its hash, or the weaker hash of older manifests, starts with this."""
 
     def most_tokens(self, size: int) -> int | None:
-        """No text of `size` UTF-8 bytes has more tokens than this; None where nothing is known."""
+        """The most tokens that a text of `size` UTF-8 bytes can have; None if unknown."""
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer into `folder`, so that prepared rows can be decoded anywhere."""
+        """Save the tokenizer to `folder`, so that prepared rows can be decoded anywhere."""
 
 
 class Bytes:
@@ -105,7 +104,7 @@ class HuggingFace:
         if self.tokenizer.is_fast:
             from tokenizers import Tokenizer as FastTokenizer
 
-            # A copy: these settings must not reach a tokenizer that others use or save.
+            # A copy, so that these settings do not change the tokenizer that is saved.
             self._fast = FastTokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
             self._fast.encode_special_tokens = True
             self._fast.no_truncation()
@@ -118,7 +117,7 @@ class HuggingFace:
         if self._fast is None:
             ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         else:
-            # the batch call: it alone leaves other threads running, and it keeps no offsets
+            # only the batch call releases the GIL; it also keeps no offsets
             ids = self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return np.array(ids, dtype=np.uint32)
 
@@ -137,17 +136,17 @@ class HuggingFace:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """The tokenizer `bytes`, of a folder, of a GGUF file, or of a name on the Hugging Face hub."""
+    """The tokenizer `bytes`, or that of a folder, a GGUF file, or a name on the Hugging Face hub."""
     if str(name) == "bytes" or (str(name) and (Path(name) / "bytes.json").is_file()):
         return Bytes()
     return HuggingFace(str(name))
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of all of a transformers tokenizer: vocabulary, merges, normaliser, decoder and so on."""
+    """SHA-256 of a transformers tokenizer: vocabulary, merges, normalizer, decoder and so on."""
     if tokenizer.is_fast:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
-        # What the latest call with padding or truncation left behind.
+        # Padding and truncation are left over from the latest call.
         lasting = {name: value for name, value in settings.items() if name not in ("padding", "truncation")}
         return hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()
     digest = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
@@ -158,21 +157,21 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def _former_hash(tokenizer: Any) -> str:
-    """The hash in manifests and models made before merges and normalisers counted."""
+    """The hash of older manifests and models, which did not cover merges and normalizers."""
     behaviour = [sorted(tokenizer.get_vocab().items()), tokenizer.encode(_PROBE, add_special_tokens=False)]
     return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 
 
 class Piece(NamedTuple):
-    """A stretch of a text, to be encoded together with the little that stands before it."""
+    """A piece of a text, encoded together with a little text before it."""
 
     before: str
     text: str
-    skip: int  # how many ids `before` has
+    skip: int  # number of ids of `before`
 
 
 def pieces(chunks: Iterable[str], tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Cut a text that comes in `chunks` into pieces whose ids, put together, are the ids of the whole."""
+    """Cut a text that comes in `chunks` into pieces whose ids, concatenated, are the ids of the whole."""
     held, start, skip = "", 0, 0
     for chunk in chunks:
         held += chunk
@@ -193,12 +192,12 @@ def _piece(text: str, start: int, stop: int, skip: int) -> Piece:
 
 
 def encode(piece: Piece, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of a piece, as they stand in the whole text."""
+    """The ids of a piece, as in the whole text."""
     return tokenizer.encode(piece.before + piece.text)[piece.skip :]
 
 
 def _cut(text: str, position: int, tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """The first safe place to cut at or after `position`, and the ids its CONTEXT has; None if there is none yet."""
+    """The first safe cut at or after `position`, and the number of ids of its context; None if there is none yet."""
     for match in tokenizer.breaks.finditer(text, position):
         place = match.end()
         if place + CONTEXT > len(text):
@@ -212,7 +211,7 @@ def _cut(text: str, position: int, tokenizer: Tokenizer) -> tuple[int, int] | No
 
 
 def _breaks(tokenizer: Any) -> re.Pattern[str]:
-    """White space that no token joins to a character before it; special tokens do not count, texts have none."""
+    """A pattern for white space that no token (but special ones) joins to the character before it."""
     special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     ids = [[index] for index in tokenizer.get_vocab().values() if index not in special]
     joined = {space for text in tokenizer.decode_batch(ids) for space in re.findall(r"\S(\s)", text)}
@@ -221,7 +220,7 @@ def _breaks(tokenizer: Any) -> re.Pattern[str]:
 
 
 def _keeps_size(normalizer: dict | None) -> bool:
-    """Whether a normaliser cannot lengthen a text by more than one character in front."""
+    """Whether a normalizer adds at most one character, in front."""
     if normalizer is None:
         return True
     if normalizer["type"] == "Sequence":

@@ -1,4 +1,4 @@
-"""Numbers about a model, each with the protocol that made it."""
+"""Measurements of a model, each with its protocol."""
 
 from elastic_memory.evaluation.corruption import corrupted
 from elastic_memory.evaluation.longppl import LongPerplexity, Settings, longppl

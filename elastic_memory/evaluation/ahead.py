@@ -1,8 +1,8 @@
 """Compile models before they are timed, several at a time.
 
-Layers that are alike share what is compiled for them, and torch keeps it on disk. So a process that runs two layers of
-a model once, or as many as go together, leaves what the whole model needs (of those that go together, all but a join of
-gradients): half a minute to a minute and a half each, where timing takes seconds.
+Identical layers share compiled code, and torch caches it on disk. So a process that runs two layers of a model once (or
+as many as run as one wavefront) compiles nearly everything that the whole model needs. That takes 30 to 90 seconds per
+model, timing only seconds.
 """
 
 import json
@@ -22,12 +22,12 @@ from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM
 
 
 def compile_ahead(configs: Sequence[MemoryLlamaConfig], rows: int, length: int, processes: int = 4) -> None:
-    """Training steps and evaluation of these models on `rows` samples; one that fails is compiled when it is timed."""
+    """Compile training steps and evaluation on `rows` samples; a model that fails here is compiled when it is timed."""
     with ThreadPoolExecutor(processes) as pool:
         results = pool.map(lambda config: _failure(config, rows, length), configs)
         reasons = list(track(results, description="compiling", total=len(configs)))
     failed = [config for config, reason in zip(configs, reasons, strict=True) if reason]
-    # Together they may need more memory than there is.
+    # One at a time: several may have needed too much memory.
     for config in track(failed, description="compiling again", disable=not failed):
         reason = _failure(config, rows, length)
         if reason:
@@ -35,14 +35,14 @@ def compile_ahead(configs: Sequence[MemoryLlamaConfig], rows: int, length: int, 
 
 
 def _failure(config: MemoryLlamaConfig, rows: int, length: int) -> str | None:
-    """Compile in a process of its own; why that failed."""
+    """Compile in a separate process; returns why that failed, or None."""
     task = json.dumps([config.to_dict(), rows, length])
     done = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
     return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1] if done.returncode else None
 
 
 def _compile(values: dict, rows: int, length: int) -> None:
-    # The order of a memory is among the values; its layers are the mechanism's own choice, with and without if it can.
+    # `memory_layers=None` lets the memory choose its layers: some with memory and, if possible, some without.
     count, tokens = values["num_hidden_layers"], rows * values["block_size"]
     parallel = issubclass(MEMORIES[values["memory"]], ParallelMemory)
     together = 1 if parallel else find("wavefront").group_size(count, tokens)
@@ -50,7 +50,7 @@ def _compile(values: dict, rows: int, length: int) -> None:
     config = MemoryLlamaConfig.from_dict(values | {"num_hidden_layers": layers, "memory_layers": None})
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = MemoryLlamaForCausalLM(config)
-        # Whole samples, as the strides of their blocks tell how long they are.
+        # Full-length samples: the strides of their blocks depend on the length.
         ids = torch.randint(config.vocab_size, (rows, length))
     model.compile_blocks()
     with tensor_cores():

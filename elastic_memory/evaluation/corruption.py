@@ -1,10 +1,11 @@
-"""Noise in place of the local context: how much does a model fall back on its memory?"""
+"""Replace local context by noise: how much does a model rely on its memory?"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from elastic_memory.common.names import suggest
 from elastic_memory.evaluation.losses import Model, has_blocks
 from elastic_memory.shapes import Bool, Float, Tensor
 
@@ -15,26 +16,26 @@ LAYERS = ("memory", "all")
 
 @contextmanager
 def corrupted(model: Model, share: float, layers: str = "memory", seed: int = 0) -> Iterator[None]:
-    """Within this context a share of the tokens of every block loses its keys and values to noise.
+    """In this context, noise replaces the keys and values of a share of the tokens of every block.
 
-    In the layers with memory ("Corrupted" in the paper) or in all ("Hardly Corrupted"). Memory is written from the
-    clean ones. Which tokens are hit, and the noise before it is scaled, depend on seed, layer and place in the block
-    only, not on the batch. Its mean and variance are those of the keys and values of one call: read whole blocks at a
-    time, as `perplexity` does, to compare models; pieces of another size get noise of another scale.
+    Either in the layers with memory ("Corrupted" in the paper) or in all layers ("Hardly Corrupted"). Memory is written
+    from the clean keys and values. Which tokens are hit, and the noise before scaling, depend only on seed, layer and
+    position in the block. The noise has the mean and variance of the keys and values of one call: to compare
+    models, read whole blocks per call, as `perplexity` does.
     """
     if not 0 <= share <= 1:
-        raise ValueError(f"corruption of a share of {share}: a share lies between 0 and 1")
+        raise ValueError(f"corruption of a share of {share}: give a number between 0 and 1")
     if layers not in LAYERS:
-        raise ValueError(f"corruption in layers {layers!r}: choose from {', '.join(LAYERS)}")
+        raise ValueError(f"corruption in layers {layers!r}: {suggest(layers, LAYERS)}")
     if not has_blocks(model):
-        raise ValueError(f"corruption in a {type(model).__name__}: it needs one of our models, or attach_memory first")
+        raise ValueError(f"corruption in a {type(model).__name__}: use one of our models, or attach_memory first")
     attentions = {i: layer.self_attn for i, layer in enumerate(model.base_model.layers)}
     if layers == "memory":
         attentions = {i: attentions[i] for i in model.memories}
     if not attentions:
         raise ValueError("corruption in the memory layers of a model without memory: choose layers='all'")
     if model.base_model.layers[0].locality.kind == "full":
-        raise ValueError("corruption of the current block in a model of full attention, which has no blocks")
+        raise ValueError("corruption of blocks in a model of full attention, which has none: choose another model")
     try:
         for index, attention in attentions.items():
             attention.corrupt = Noise(share, attention.memory.geometry.block_size, (seed, index))
@@ -45,10 +46,9 @@ def corrupted(model: Model, share: float, layers: str = "memory", seed: int = 0)
 
 
 class Noise:
-    """Replaces keys and values of randomly chosen tokens by noise with the mean and variance of each head's own.
+    """Replaces keys and values of random tokens by noise with the mean and variance of their head.
 
-    The moments are those of a head, not of its single dimensions: the mean vector of a block would tell much of what
-    the block says.
+    Mean and variance are scalars per head, not vectors: the mean vector of a block would reveal much of its content.
     """
 
     def __init__(self, share: float, block_size: int, seed: tuple[int, int]):
@@ -58,7 +58,7 @@ class Noise:
         self.noise: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, key: Heads, value: Heads) -> tuple[Heads, Heads]:
-        """What attention is to see of a block, or of as much of it as there is."""
+        """The keys and values that attention sees of a block, or of its first tokens."""
         if self.noise is None:
             shapes = ((part.shape[1], len(self.hit), part.shape[3]) for part in (key, value))
             first, second = (torch.randn(shape, generator=self.random).to(key.device) for shape in shapes)
@@ -69,7 +69,7 @@ class Noise:
 
 def _replace(clean: Heads, noise: Float[Tensor, "head block dim"], hit: Bool[Tensor, "token 1"]) -> Heads:
     wide = clean.float()
-    # Heads that are padded for speed have columns of zeros, which are no numbers of theirs.
+    # Padded heads have columns of zeros, which do not count.
     real = (wide != 0).any(dim=(0, 2), keepdim=True)
     count = real.sum(dim=3, keepdim=True) * clean.shape[2]
     mean = wide.sum(dim=(2, 3), keepdim=True) / count

@@ -1,4 +1,4 @@
-"""Checkpoints from disk or the hub, and the tokenizers that belong to them."""
+"""Load models from disk or the hub, and their tokenizers."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from elastic_memory.common.strict import read_json
 from elastic_memory.data import load_tokenizer
 from elastic_memory.data.places import missing_folder
 from elastic_memory.data.tokenizers import Tokenizer
+from elastic_memory.evaluation.model_files import check_files, check_loaded, check_tensors
 from elastic_memory.model import attach_memory
 from elastic_memory.model.attach import SAVED
-from elastic_memory.training.models import check_files, check_loaded, check_tensors
-from elastic_memory.training.strict import read_json
 
-BUILT_IN = (None, "eager", "sdpa")  # attention that transformers brings; other names may load code from the hub
+BUILT_IN = (None, "eager", "sdpa")  # attention of transformers itself; other names may load code from the hub
 
 
 def load_model(path: str) -> Any:
@@ -45,7 +45,7 @@ def load_model(path: str) -> Any:
 
 
 def load_config(path: str) -> Any:
-    """The configuration of such a model, which is soon there and says whether the model is."""
+    """The configuration of such a model; loads fast, and fails if there is no model."""
     folder, gguf = split_gguf(path)
     with _missing(path):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **gguf)
@@ -53,12 +53,12 @@ def load_config(path: str) -> Any:
         for kind in ("_attn_implementation", "_experts_implementation"):
             wanted = getattr(part, kind, None)
             if wanted not in BUILT_IN:
-                raise ValueError(f"{path} asks for {wanted!r}, code from elsewhere: remove {kind[1:]} from config.json")
+                raise ValueError(f"{path} asks for {wanted!r}, foreign code: remove {kind[1:]} from config.json")
     return config
 
 
 def split_gguf(path: str) -> tuple[str, dict[str, str]]:
-    """What transformers calls a model: its folder or name, and the file in it where that is GGUF."""
+    """The folder or hub name of a model, and the arguments by which transformers loads a GGUF file."""
     if not path.endswith(".gguf"):
         return model_folder(path), {}
     if importlib.util.find_spec("gguf") is None:
@@ -75,25 +75,25 @@ def _missing(path: str) -> Iterator[None]:
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        raise ValueError(f"{path} needs code of its own to be loaded, which is never run here") from None
+        raise ValueError(f"{path} needs its own code to be loaded, which is never run: use another model") from None
     except (TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise ValueError(f"{path} has files that are not those of a model ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path} does not have the files of a model ({type(error).__name__}: {error})") from None
 
 
 def model_folder(path: str) -> str:
-    """Where the model of a run lies; any other folder, and a name on the hub, is itself."""
+    """The model folder of a run; other folders and hub names are returned as they are."""
     if wrong := missing_folder(path):
         raise FileNotFoundError(wrong)
     inner = Path(path) / "model"
     if (inner / "config.json").exists():
         return str(inner)
     if Path(path).is_dir() and not (Path(path) / "config.json").exists():
-        raise FileNotFoundError(f"{path} holds no model: there is no config.json in it, nor in its folder `model`")
+        raise FileNotFoundError(f"{path} holds no model: neither it nor its folder `model` has a config.json")
     return path
 
 
 def tokenizer_of(path: str) -> Tokenizer | None:
-    """The tokenizer that lies beside a model, if there is one."""
+    """The tokenizer in a model's folder, if there is one."""
     if path.endswith(".gguf"):
         return load_tokenizer(path)
     folder = Path(model_folder(path))
@@ -103,14 +103,14 @@ def tokenizer_of(path: str) -> Tokenizer | None:
 
 
 def check_tokenizer(path: str, tokenizer: Tokenizer, where: str) -> None:
-    """Refuse another tokenizer than the one a checkpoint was trained with, if it says which."""
+    """Refuse a tokenizer other than the one a model was trained with, if that is on record."""
     note = Path(model_folder(path)) / "training.json"
     if not note.exists():
         return
     content = read_json(note)
     trained = content.get("tokenizer") if isinstance(content, dict) else None
     if not isinstance(trained, str):
-        raise ValueError(f"{note} does not say which tokenizer the model was trained with: put it back as it was")
+        raise ValueError(f"{note} does not say which tokenizer the model was trained with: restore it from a copy")
     if not tokenizer.known_as(trained):
         raise ValueError(
             f"{path} was trained with tokenizer {trained[:12]}, but {where} has {tokenizer.sha256[:12]}: use the "

@@ -1,4 +1,4 @@
-"""LongPPL: the perplexity of those tokens for which a long context matters (arXiv 2410.23771).
+"""LongPPL: perplexity on the tokens for which a long context matters (arXiv 2410.23771).
 
 A reference model reads each text twice, with all of it and with a truncated context. A token is a key token if the
 long context makes it likelier by more than `alpha` nats and likely enough at all (log-probability above `beta`).
@@ -18,26 +18,27 @@ from typing import Any
 
 import torch
 
+from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
 from elastic_memory.data.tokenizers import Tokenizer
+from elastic_memory.evaluation.inputs import document_of, token_ids
+from elastic_memory.evaluation.journal import Advance, Journal, RowRecord, bootstrap, by_document
 from elastic_memory.evaluation.loading import load_model, tokenizer_of
 from elastic_memory.evaluation.losses import Model, Streamed, block_size_of, has_blocks, last_losses, streamed_losses
-from elastic_memory.evaluation.rows import Advance, Journal, Record, bootstrap, by_document, document_of, token_ids
 from elastic_memory.evaluation.spans import Span, encode, inside, locate, merge
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.fingerprint import weights_hash
 
-REFERENCE = "meta-llama/Llama-3.1-8B"
-FEW = 500  # with fewer key tokens the value says little, and is shown with a warning
+FEW_KEY_TOKENS = 500  # a value from fewer key tokens is shown with a warning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What makes a token a key token; the defaults are the released ones."""
+    """What makes a token a key token; the defaults are those of the release."""
 
-    trunc_len: int = 4096
-    sliding_window: int = 1024
-    alpha: float = 2.0
-    beta: float = -2.0
+    trunc_len: int = TRUNC_LEN
+    sliding_window: int = SLIDING_WINDOW
+    alpha: float = ALPHA
+    beta: float = BETA
 
     def __post_init__(self) -> None:
         if self.trunc_len < 1 or self.sliding_window < 1:
@@ -46,9 +47,14 @@ class Settings:
             )
 
     @classmethod
-    def scaled(cls, length: int) -> "Settings":
-        """The released proportions for samples shorter than the 32,768 tokens they were chosen for."""
-        return cls(trunc_len=max(1, min(4096, length // 8)), sliding_window=max(1, min(1024, length // 32)))
+    def scaled(cls, length: int, **given: float | None) -> "Settings":
+        """The released proportions for samples shorter than the paper's; what is `given` and not None is kept."""
+        share = min(length, LENGTH)
+        scaled = {
+            "trunc_len": max(1, TRUNC_LEN * share // LENGTH),
+            "sliding_window": max(1, SLIDING_WINDOW * share // LENGTH),
+        }
+        return cls(**scaled | {name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class LongPerplexity:
 
     def __str__(self) -> str:
         value = "no key tokens" if self.longppl is None else f"{self.longppl:.4g}"
-        value += f" (only {self.key_tokens} key tokens: too few to mean much)" if 0 < self.key_tokens < FEW else ""
+        if 0 < self.key_tokens < FEW_KEY_TOKENS:
+            value += f" (only {self.key_tokens} key tokens: too few to mean much)"
         spread = "" if self.interval is None else "  (95%: {:.4g} to {:.4g})".format(*self.interval)
         return f"LongPPL[{self.protocol}] = {value}{spread}"
 
@@ -79,12 +86,12 @@ def longppl(
     model: Model,
     tokenizer: Any,
     texts: Sequence[Any],
-    reference: Model | str = REFERENCE,
+    reference: Model | str = LONGPPL_REFERENCE,
     reference_tokenizer: Any = None,
-    trunc_len: int = 4096,
-    sliding_window: int = 1024,
-    alpha: float = 2.0,
-    beta: float = -2.0,
+    trunc_len: int = TRUNC_LEN,
+    sliding_window: int = SLIDING_WINDOW,
+    alpha: float = ALPHA,
+    beta: float = BETA,
     *,
     block_size: int | None = None,
     cache: Path | str | None = None,
@@ -94,11 +101,10 @@ def longppl(
 ) -> LongPerplexity:
     """LongPPL of any Hugging Face causal language model, key tokens found by any other one.
 
-    `texts` are strings, or rows of token ids, which are evaluated as they are, never tokenised again. A
-    `reference` with a `reference_tokenizer` of its own reads the text, and key tokens are matched by characters; one
-    without reads the same tokens as the model, and then `tokenizer` is needed for strings only. A folder given as
-    `cache` keeps the key tokens found, for this reference and these settings; `streamed` keeps the losses of rows that
-    another metric has read already.
+    `texts` are strings, or rows of token ids, which are never tokenized again. With a `reference_tokenizer` the
+    reference reads the text, and key tokens are matched by characters. Without one it reads the same tokens as the
+    model, and `tokenizer` is needed only for strings. The folder `cache` keeps key tokens for later calls with the same
+    reference and settings; `streamed` has the losses of rows that another metric has already read.
     """
     settings = Settings(trunc_len=trunc_len, sliding_window=sliding_window, alpha=alpha, beta=beta)
     if isinstance(reference, str):
@@ -108,7 +114,7 @@ def longppl(
     journal = journal or Journal()
     advance(len(journal.done))
     if reference_tokenizer is None and not any(isinstance(text, str) for text in texts):
-        # Known before hours of work.
+        # Fail before hours of work.
         _check_length(max((len(token_ids(text)) for text in texts), default=0), settings)
     for index in (i for i in range(len(texts)) if i not in journal.done):
         ids, keys = finder.find(tokenizer, texts[index])
@@ -118,23 +124,23 @@ def longppl(
     return _summary(journal.records(), settings, finder.identity)
 
 
-@lru_cache(maxsize=1)  # every set of conditions asks again
+@lru_cache(maxsize=1)  # called for every set of conditions
 def load_reference(path: str) -> tuple[Model, Tokenizer | None]:
-    """A reference model, and the tokenizer that lies beside it."""
+    """A reference model, and the tokenizer in its folder."""
     return load_model(path), tokenizer_of(path)
 
 
 class KeyTokens:
-    """Finds the key tokens of texts by a reference model, and keeps their positions on disk, without the text."""
+    """Finds the key tokens of texts with a reference model, and keeps their positions on disk."""
 
     def __init__(self, reference: Model, tokenizer: Any, settings: Settings, folder: Path | None):
         self.reference, self.tokenizer, self.settings, self.folder = reference, tokenizer, settings, folder
         self.name = _name(getattr(reference, "name_or_path", "") or type(reference).__name__)
         self.identity = {"reference": self.name, "weights": weights_hash(reference), "precision": _precision(reference)}
-        self.length = 0  # reference tokens of the text seen last
+        self.length = 0  # reference tokens of the latest text
 
     def find(self, tokenizer: Any, text: Any) -> tuple[Int[Tensor, " token"], list[int]]:
-        """Tokens of the evaluated model, and which of them are key; the first has no prediction of its own."""
+        """Tokens of the evaluated model, and positions of the key tokens; the first token has no prediction."""
         if isinstance(text, str):
             _need(tokenizer, "texts given as strings")
             listed, spans = encode(tokenizer, text, special=False)
@@ -154,7 +160,7 @@ class KeyTokens:
         keys = [i for i in self._computed(tokenizer, ids, text, spans) if i > 0]
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # several processes may find the same key tokens at once: each writes a file of its own first
+            # several processes may find the same key tokens at once: each writes its own file first
             own = path.with_name(f".{path.name}.{os.getpid()}")
             own.write_text(json.dumps({**identity, "reference_tokens": self.length, "keys": keys}))
             own.replace(path)
@@ -170,11 +176,11 @@ class KeyTokens:
         return inside(spans, marked)
 
     def _positions(self, ids: Int[Tensor, " token"]) -> list[int]:
-        """Key tokens among the reference's own; none lies behind the last position that it was trained for."""
+        """Key tokens among the reference's tokens, up to the last position that it was trained for."""
         self.length = len(ids)
         if self.length and int(ids.max()) >= self.reference.config.vocab_size:
             raise ValueError(
-                f"token id {int(ids.max())} is unknown to the reference {self.name} (vocabulary of "
+                f"token id {int(ids.max())} is outside the vocabulary of the reference {self.name} (size "
                 f"{self.reference.config.vocab_size}): pass its own reference_tokenizer"
             )
         limit = None if has_blocks(self.reference) else getattr(self.reference.config, "max_position_embeddings", None)
@@ -182,17 +188,17 @@ class KeyTokens:
 
 
 def reference_for(path: str, tokenizer: Tokenizer | None) -> tuple[Model, Any]:
-    """A reference, and its own tokenizer; None if that is `tokenizer`, the rows': it then reads their very tokens."""
+    """A reference, and its tokenizer; None if that equals `tokenizer`: it then reads the same tokens."""
     model, own = load_reference(path)
     return model, None if own is None or (tokenizer and own.sha256 == tokenizer.sha256) else transformers_tokenizer(own)
 
 
 def key_tokens(reference: str, tokenizer: Tokenizer, texts: Sequence[Any], settings: Settings, cache: Path) -> None:
-    """Find the key tokens of rows ahead of time and keep them in `cache`, where `longppl` will look for them."""
+    """Find the key tokens of rows in advance and keep them in `cache` for `longppl`."""
     model, own = reference_for(reference, tokenizer)
-    finder = KeyTokens(model, own, settings, cache)
-    device = next(finder.reference.parameters()).device.type
+    device = next(model.parameters()).device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        finder = KeyTokens(model, own, settings, cache)  # inside: it notes the precision
         for index in range(len(texts)):
             finder.find(transformers_tokenizer(tokenizer), texts[index])
 
@@ -206,7 +212,7 @@ def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settin
     keep, step = settings.trunc_len, settings.sliding_window
     if len(ids) <= keep:
         return []
-    # Streaming only needs pieces that fit in memory; their size does not change the losses.
+    # The size of the pieces does not change the losses, only the memory needed.
     full = streamed_losses(reference, ids[None], block_size_of(reference))[0]
     found: list[bool] = []
     whole = (len(ids) - keep) // step
@@ -214,7 +220,7 @@ def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settin
     for windows in (*stacked, ids[None, whole * step :]):
         scored = windows.shape[1] - keep
         if scored == 0:
-            break  # the whole windows have left nothing over
+            break  # the full windows cover everything
         first = keep + len(found)
         short = last_losses(reference, windows, scored).flatten()
         long = full[first - 1 : first - 1 + len(short)]
@@ -223,12 +229,12 @@ def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settin
 
 
 def _together(reference: Model, scored: int) -> int:
-    """Windows of one call, so that their logits stay below 2 GiB in float32."""
+    """Windows per call, so that their float32 logits stay below 2 GiB."""
     return max(1, 2**29 // (scored * reference.config.vocab_size))
 
 
 def transformers_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer of transformers inside one of `elastic_memory.data`, or what came."""
+    """The transformers tokenizer inside one of `elastic_memory.data`; others are returned as they are."""
     return getattr(tokenizer, "tokenizer", tokenizer)
 
 
@@ -239,14 +245,14 @@ def _precision(model: Model) -> str:
 
 
 def _name(origin: str) -> str:
-    """A model by the name of its run, of its folder or file, or on the hub."""
+    """The name of a model: its run, folder, file, or name on the hub."""
     path = Path(origin).resolve()
     if not path.exists():
         return origin
     return path.parent.name if (path.parent / "run.json").exists() else path.name
 
 
-def _record(index: int, document: str, losses: Float[Tensor, " prediction"], keys: list[int], length: int) -> Record:
+def _record(index: int, document: str, losses: Float[Tensor, " prediction"], keys: list[int], length: int) -> RowRecord:
     key_losses = losses[torch.tensor(keys, dtype=torch.long) - 1]
     return {
         "row": index,
@@ -259,7 +265,7 @@ def _record(index: int, document: str, losses: Float[Tensor, " prediction"], key
     }
 
 
-def _summary(records: list[Record], settings: Settings, reference: dict[str, str]) -> LongPerplexity:
+def _summary(records: list[RowRecord], settings: Settings, reference: dict[str, str]) -> LongPerplexity:
     _check_length(max((r["reference_tokens"] for r in records), default=0), settings)
     key_tokens = sum(len(r["keys"]) for r in records)
     tokens = sum(r["tokens"] for r in records)

@@ -1,7 +1,7 @@
-"""The loss of every token, in memory that does not grow with the text.
+"""The loss of every token, in constant memory.
 
 A row of T tokens holds T - 1 predictions: the one at position q, made from tokens 0..q, is of token q + 1. Losses
-are log-softmax in float32 whatever the model's dtype, and no more logits exist at a time than one call makes.
+are computed in float32 whatever the model's dtype, and only the logits of one call are in memory.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Cache
 
+from elastic_memory.common.defaults import BLOCK_SIZE
 from elastic_memory.model.modeling import MemoryCausalLM
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.cache import MemoryCache
@@ -25,7 +26,7 @@ SLICE = 2**25
 
 
 def streamed_losses(model: Model, ids: Int[Tensor, "row token"], call: int) -> Float[Tensor, "row prediction"]:
-    """Feed the rows `call` tokens at a time, everything the model remembers carried from call to call."""
+    """Losses of rows read `call` tokens at a time, with the cache carried from call to call."""
     inputs, targets = ids[:, :-1], ids[:, 1:]
     losses = torch.empty(targets.shape, dtype=torch.float32)
     for piece, logits in streamed_logits(model, inputs, call):
@@ -34,7 +35,7 @@ def streamed_losses(model: Model, ids: Int[Tensor, "row token"], call: int) -> F
 
 
 class Streamed:
-    """`streamed_losses` of one model, each row once: several metrics then share one pass over the rows."""
+    """`streamed_losses` with a cache, so that several metrics share one pass over the rows."""
 
     def __init__(self, model: Model, block_size: int | None = None):
         self.model, self.block_size = model, block_size or block_size_of(model)
@@ -62,7 +63,7 @@ def streamed_logits(
             output = model(_on(model, ids[:, piece]), past_key_values=cache, use_cache=True, **kept)
             cache = getattr(output, "past_key_values", None)
             if cache is None and piece.stop < ids.shape[1]:
-                # The model keeps no cache: all of the context has to come in one call.
+                # The model has no cache: the whole context goes into one call.
                 yield slice(0, ids.shape[1]), model(_on(model, ids), use_cache=False, **kept).logits
                 return
             yield piece, output.logits
@@ -78,7 +79,7 @@ def last_losses(model: Model, ids: Int[Tensor, "row token"], count: int) -> Floa
 def window_losses(
     model: Model, ids: Int[Tensor, "row token"], window: int, stride: int
 ) -> Float[Tensor, "row prediction"]:
-    """Read the rows through windows that start from nothing and end every `stride` tokens.
+    """Losses of rows read in windows without earlier context, which end every `stride` tokens.
 
     Each prediction is taken once, from the first window that holds its position: it sees at least
     `window - stride + 1` tokens, or all there are. With `stride == window` the windows are disjoint.
@@ -97,27 +98,27 @@ def window_losses(
 
 
 def empty_cache(model: Model) -> Cache | None:
-    """A cache of constant size for one of our models; for another model its own, made by its first call."""
+    """A MemoryCache for our models; None for others, whose first call makes a cache."""
     return MemoryCache(model) if has_blocks(model) else None
 
 
 def block_size_of(model: Model) -> int:
-    """Tokens of a block: the model's own, or the paper's for a model that has none."""
-    return model.base_model.layers[0].locality.block_size if has_blocks(model) else 2048
+    """The model's block size, or the paper's for a model without blocks."""
+    return model.base_model.layers[0].locality.block_size if has_blocks(model) else BLOCK_SIZE
 
 
 def has_blocks(model: Model) -> bool:
-    """Whether this is one of our models, or one that a memory was attached to."""
+    """Whether this is one of our models, or has a memory attached."""
     return isinstance(model, MemoryCausalLM)
 
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """Evaluation mode without gradients; the model's mode is put back afterwards."""
+    """Evaluation mode without gradients; restores the model's mode afterwards."""
     training = model.training
     model.eval()
     try:
-        # Not inference_mode: operators that the model keeps must stay usable in training.
+        # Not inference_mode: cached operators must stay usable in training.
         with torch.no_grad():
             yield
     finally:

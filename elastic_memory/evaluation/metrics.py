@@ -1,4 +1,4 @@
-"""A model, the conditions it is evaluated under, and every metric by its name."""
+"""An evaluation: model, rows, conditions, and the metrics by name."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
+from elastic_memory.common.defaults import LONGPPL_REFERENCE
+from elastic_memory.common.names import suggest
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.corruption import corrupted
-from elastic_memory.evaluation.longppl import REFERENCE, Settings, longppl, reference_for, transformers_tokenizer
+from elastic_memory.evaluation.journal import Advance, Journal
+from elastic_memory.evaluation.longppl import Settings, longppl, reference_for, transformers_tokenizer
 from elastic_memory.evaluation.losses import Model, Streamed, has_blocks
 from elastic_memory.evaluation.perplexity import PROTOCOLS, perplexity
-from elastic_memory.evaluation.recall import TASKS, learn, recall
+from elastic_memory.evaluation.recall import DISTANCES, TASKS, learn, recall
 from elastic_memory.evaluation.reconstruction import reconstruction, spectrum
-from elastic_memory.evaluation.rows import Advance, Journal
 from elastic_memory.streaming.fingerprint import fingerprint
-
-DISTANCES = (1, 2, 4, 8, 16, 32, 64)  # blocks between what is said and what is asked in recall
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What differs from the model as it was trained: how memory is read, and what becomes of the local context."""
+    """What differs from the model as trained: how memory is read, and how local context is corrupted."""
 
     sampling: str | None = None
     points: int | None = None
@@ -34,7 +34,7 @@ class Conditions:
     seed: int = 0
 
     def apply(self, model: Model) -> AbstractContextManager[None]:
-        """Set the retrieval for good; the corruption lasts as long as the context that is returned."""
+        """Set the retrieval permanently; corruption lasts as long as the returned context."""
         changes = {name: getattr(self, name) for name in ("sampling", "points", "order")}
         changes = {name: value for name, value in changes.items() if value is not None}
         if changes and not has_blocks(model):
@@ -44,13 +44,13 @@ class Conditions:
         return corrupted(model, self.corrupt, self.corrupt_layers, self.seed) if self.corrupt else nullcontext()
 
     def describe(self) -> list[str]:
-        """For the protocol string: only what is not as trained."""
+        """For the protocol string: only what differs from training."""
         words = [f"{name}={getattr(self, name)}" for name in ("sampling", "points", "order") if getattr(self, name)]
         return words + ([f"corrupt={self.corrupt:g} in {self.corrupt_layers} layers"] if self.corrupt else [])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class Evaluation:
     """Everything the metrics of one evaluation need."""
 
     model: Model
@@ -60,7 +60,7 @@ class Task:
     protocols: Sequence[str] = ("P0",)
     stride: int | None = None
     batch_size: int = 1
-    reference: str = REFERENCE
+    reference: str = LONGPPL_REFERENCE
     settings: Settings = field(default_factory=Settings)
     keys: Path | None = None
     orders: Sequence[int] = ()
@@ -70,11 +70,11 @@ class Task:
 
     @cached_property
     def streamed(self) -> Streamed:
-        """Losses under the task's conditions, shared by its metrics."""
+        """Losses under its conditions, shared by its metrics."""
         return Streamed(self.model)
 
     def journal(self, metric: str) -> Journal:
-        """Where finished rows of a metric are kept: in a file that only the same evaluation will find."""
+        """The journal of a metric, in a file that only the same evaluation finds."""
         same = {"model": fingerprint(self.model), "conditions": asdict(self.conditions), "rows": len(self.rows)}
         return Journal(self.partial, metric=metric, **same, **self.identity)
 
@@ -83,47 +83,49 @@ class Task:
         return replace(result, protocol=", ".join([result.protocol, *self.conditions.describe()]))
 
 
-def _ppl(task: Task, advance: Advance) -> dict[str, Any]:
+def _ppl(evaluation: Evaluation, advance: Advance) -> dict[str, Any]:
     results = {}
-    for protocol in task.protocols:
+    for protocol in evaluation.protocols:
         result = perplexity(
-            task.model,
-            task.rows,
+            evaluation.model,
+            evaluation.rows,
             protocol,
-            stride=task.stride,
-            batch_size=task.batch_size,
-            journal=task.journal(f"ppl {protocol} {task.stride}"),
+            stride=evaluation.stride,
+            batch_size=evaluation.batch_size,
+            journal=evaluation.journal(f"ppl {protocol} {evaluation.stride}"),
             advance=advance,
-            streamed=task.streamed,
+            streamed=evaluation.streamed,
         )
-        results[protocol] = task.label(result)
+        results[protocol] = evaluation.label(result)
     return results
 
 
-def _longppl(task: Task, advance: Advance) -> Any:
-    reference, own = reference_for(task.reference, task.tokenizer)
-    settings = asdict(task.settings)
+def _longppl(evaluation: Evaluation, advance: Advance) -> Any:
+    reference, own = reference_for(evaluation.reference, evaluation.tokenizer)
+    settings = asdict(evaluation.settings)
     result = longppl(
-        task.model,
-        transformers_tokenizer(task.tokenizer),
-        task.rows,
+        evaluation.model,
+        transformers_tokenizer(evaluation.tokenizer),
+        evaluation.rows,
         reference,
         own,
         **settings,
-        cache=task.keys,
-        journal=task.journal(f"longppl {fingerprint(reference)} {settings}"),
+        cache=evaluation.keys,
+        journal=evaluation.journal(f"longppl {fingerprint(reference)} {settings}"),
         advance=advance,
-        streamed=task.streamed,
+        streamed=evaluation.streamed,
     )
-    return task.label(result)
+    return evaluation.label(result)
 
 
-def _reconstruction(task: Task, advance: Advance) -> Any:
-    return reconstruction(task.model, _counted(task.rows, advance), task.orders or _orders(task.model))
+def _reconstruction(evaluation: Evaluation, advance: Advance) -> Any:
+    return reconstruction(
+        evaluation.model, _counted(evaluation.rows, advance), evaluation.orders or _orders(evaluation.model)
+    )
 
 
-def _spectrum(task: Task, advance: Advance) -> Any:
-    return spectrum(task.model, _counted(task.rows, advance))
+def _spectrum(evaluation: Evaluation, advance: Advance) -> Any:
+    return spectrum(evaluation.model, _counted(evaluation.rows, advance))
 
 
 def _counted(rows: Sequence[Any], advance: Advance) -> Any:
@@ -132,28 +134,28 @@ def _counted(rows: Sequence[Any], advance: Advance) -> Any:
         advance(1)
 
 
-def _recall(task: Task, advance: Advance) -> Any:
-    weights = {name: value.detach().clone() for name, value in task.model.state_dict().items()}
+def _recall(evaluation: Evaluation, advance: Advance) -> Any:
+    weights = {name: value.detach().clone() for name, value in evaluation.model.state_dict().items()}
     found = []
     for name in TASKS:
-        if task.recall_steps:
-            task.model.load_state_dict(weights)
-            learn(task.model, name, steps=task.recall_steps, report=lambda step, loss: advance(1))
+        if evaluation.recall_steps:
+            evaluation.model.load_state_dict(weights)
+            learn(evaluation.model, name, steps=evaluation.recall_steps, report=lambda step, loss: advance(1))
         for distance in DISTANCES:
-            found += recall(task.model, name, [distance])
+            found += recall(evaluation.model, name, [distance])
             advance(1)
-    task.model.load_state_dict(weights)
+    evaluation.model.load_state_dict(weights)
     return found
 
 
-def work(task: Task, metric: str) -> int:
-    """How many times a metric calls `advance`, each time by one."""
+def work(evaluation: Evaluation, metric: str) -> int:
+    """How far a metric calls `advance` in total."""
     if metric == "recall":
-        return len(TASKS) * (task.recall_steps + len(DISTANCES))
-    return len(task.rows) * (len(task.protocols) if metric == "ppl" else 1)
+        return len(TASKS) * (evaluation.recall_steps + len(DISTANCES))
+    return len(evaluation.rows) * (len(evaluation.protocols) if metric == "ppl" else 1)
 
 
-METRICS: dict[str, Callable[[Task, Advance], Any]] = {
+METRICS: dict[str, Callable[[Evaluation, Advance], Any]] = {
     "ppl": _ppl,
     "longppl": _longppl,
     "reconstruction": _reconstruction,
@@ -162,19 +164,24 @@ METRICS: dict[str, Callable[[Task, Advance], Any]] = {
 }
 
 
-def evaluate(task: Task, metrics: Sequence[str], advance: Callable[[str, int], None] = lambda name, n: None) -> dict:
-    """Each metric's result by name, under the task's conditions."""
-    for names, known in ((metrics, METRICS), (task.protocols, PROTOCOLS)):
+def evaluate(
+    evaluation: Evaluation, metrics: Sequence[str], advance: Callable[[str, int], None] = lambda name, n: None
+) -> dict:
+    """Each metric's result by name, under its conditions."""
+    for what, names, known in (("metric", metrics, METRICS), ("protocol", evaluation.protocols, PROTOCOLS)):
         for name in names:
             if name not in known:
-                raise ValueError(f"{name!r}: choose from {', '.join(known)}")
-    device = next(task.model.parameters()).device.type
-    with task.conditions.apply(task.model), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        return {name: METRICS[name](task, partial(advance, name)) for name in metrics}
+                raise ValueError(f"{what} {name!r}: {suggest(name, known)}")
+    device = next(evaluation.model.parameters()).device.type
+    with (
+        evaluation.conditions.apply(evaluation.model),
+        torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
+    ):
+        return {name: METRICS[name](evaluation, partial(advance, name)) for name in metrics}
 
 
 def _orders(model: Model) -> Sequence[int]:
     own = getattr(model.config, "memory_order", None)
     if own is None:
-        raise ValueError(f"{type(model).__name__} has no memory order of its own: say which orders to reconstruct from")
+        raise ValueError(f"{type(model).__name__} has no memory order: say which orders to reconstruct from")
     return [own]

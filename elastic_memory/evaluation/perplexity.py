@@ -1,4 +1,4 @@
-"""Perplexity under a stated protocol, with the protocol's name on every number."""
+"""Perplexity under a named protocol."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from elastic_memory.common.names import suggest
+from elastic_memory.evaluation.inputs import batches, document_of
+from elastic_memory.evaluation.journal import Advance, Journal, RowRecord, bootstrap, by_document
 from elastic_memory.evaluation.losses import Model, Streamed, block_size_of, streamed_losses, window_losses
-from elastic_memory.evaluation.rows import Advance, Journal, Record, batches, bootstrap, by_document, document_of
 from elastic_memory.shapes import Float, Tensor
 
 POSITION_BINS = 32
@@ -16,7 +18,7 @@ POSITION_BINS = 32
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the tokens before a prediction reach the model: `losses(model, ids, block, stride)`."""
+    """Which context a prediction sees: `losses(model, ids, block, stride)`, memory reset per `reset`."""
 
     reset: str
     losses: Callable[[Model, Tensor, int, int], Tensor]
@@ -31,7 +33,7 @@ PROTOCOLS = {
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`ppl` is exp(`nll`), `nll` the mean over all `tokens` scored, never a mean of perplexities.
+    """`ppl` is exp(`nll`), and `nll` the mean over all scored `tokens`, never a mean of perplexities.
 
     `by_block[i]` is the perplexity of the predictions made in block i, `by_position` that of those made in each
     of up to 32 equal parts of a block, `interval` the 95% bootstrap over documents (None for a single one),
@@ -66,15 +68,15 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of any Hugging Face causal language model on rows of tokens.
 
-    P0 streams each row through the model in blocks, memory carried, reset per row. P1 uses overlapping windows of
-    one block that start from nothing every `stride` tokens (default a quarter of a block). P4 resets at every
-    block. All three score the same tokens, each once: every token of a row but its first.
+    P0 streams each row block by block and carries the memory, which is reset at every row. P1 reads overlapping windows
+    of one block without earlier context, one every `stride` tokens (default: a quarter of a block). P4 resets at every
+    block. All three score the same tokens, each once: every token of a row but the first.
 
-    `block_size` is the model's own unless it has none (2,048 then); `advance` is told how many rows were finished;
-    `streamed` keeps the losses of P0 for other metrics of the same model and rows.
+    `block_size` is needed only for models without blocks (default: the paper's); `advance` is called with the number of
+    finished rows; `streamed` keeps the losses of P0 for other metrics of the same model and rows.
     """
     if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol {protocol!r}: choose from {', '.join(PROTOCOLS)}")
+        raise ValueError(f"protocol {protocol!r}: {suggest(protocol, PROTOCOLS)}")
     block = block_size or block_size_of(model)
     stride = stride or max(1, block // 4)
     if not 1 <= stride <= block:
@@ -93,11 +95,11 @@ def perplexity(
     return _summary(journal.records(), protocol, block, stride)
 
 
-def _record(index: int, document: str, losses: Float[Tensor, " prediction"], block: int) -> Record:
+def _record(index: int, document: str, losses: Float[Tensor, " prediction"], block: int) -> RowRecord:
     values = losses.double().numpy()
     if not np.isfinite(values).all():
         where = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ValueError(f"row {index}: the loss of token {where + 1} is {values[where]}; the model is broken there")
+        raise ValueError(f"row {index}: the loss of token {where + 1} is {values[where]}: the model is broken")
     by_block, by_position = _parts(len(values), block)
     return {
         "row": index,
@@ -109,7 +111,7 @@ def _record(index: int, document: str, losses: Float[Tensor, " prediction"], blo
     }
 
 
-def _summary(records: list[Record], protocol: str, block: int, stride: int) -> Perplexity:
+def _summary(records: list[RowRecord], protocol: str, block: int, stride: int) -> Perplexity:
     losses, counts = [r["loss"] for r in records], [r["tokens"] for r in records]
     nll = math.fsum(losses) / sum(counts)
     parts = [_parts(tokens, block) for tokens in counts]
@@ -126,7 +128,7 @@ def _summary(records: list[Record], protocol: str, block: int, stride: int) -> P
 
 
 def _parts(predictions: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each prediction its block and its part of the block."""
+    """For each prediction its block, and its bin within the block."""
     position = np.arange(predictions)
     return position // block, position % block * min(POSITION_BINS, block) // block
 

@@ -1,8 +1,8 @@
-"""Does a model remember what it was told, and how far back? Four synthetic tasks, learnt in minutes.
+"""Does a model remember what it was told, and for how long? Four synthetic tasks, learned in minutes.
 
-A sample is a row of blocks: something is *said* in one block, a cycle of filler words follows, and at the end it is
-*asked* for. Distance is counted in blocks between the two, so that at any distance from 1 on a model without memory
-can only guess. Tokens are plain numbers, so that any model with a large enough vocabulary can take part.
+A sample is a row of blocks: something is *said* in one block, filler tokens follow, and the last block *asks* for it.
+The distance is the number of blocks between the two; from distance 1 on, a model without memory can only guess. Tokens
+are small ids, so that any model with a large enough vocabulary can take part.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from elastic_memory.common.names import suggest
 from elastic_memory.evaluation.losses import Model, block_size_of, streamed_logits
 from elastic_memory.shapes import Int, Tensor
 
@@ -22,43 +23,44 @@ FILLER = range(4, 12)
 NAMES = range(12, 20)
 VALUES = range(20, 36)
 VOCABULARY = VALUES.stop
+DISTANCES = (1, 2, 4, 8, 16, 32, 64)  # blocks between what is said and what is asked
 
 
 class Question(NamedTuple):
-    """How something is asked for, and the answer."""
+    """A question, and its answer."""
 
     asked: list[int]
     answer: list[int]
 
 
 class Fact(NamedTuple):
-    """What is said, and all that is asked about it."""
+    """What is said, and the questions about it."""
 
     said: list[int]
     questions: list[Question]
 
 
 def passkey(random: Random) -> Fact:
-    """Two values, said twice; asked for both."""
+    """Two values, said twice; the question asks for both."""
     key = random.choices(VALUES, k=2)
     return Fact([SAY, *key, SAY, *key], [Question([ASK], key)])
 
 
 def associative(random: Random) -> Fact:
-    """Four names, each with a value; asked for the value of each, in another order."""
+    """Four names, each with a value; asks for each value, in another order."""
     pairs = {name: random.choice(VALUES) for name in random.sample(NAMES, k=4)}
     said = [token for name, value in pairs.items() for token in (SAY, name, value)]
     return Fact(said, [Question([ASK, name], [pairs[name]]) for name in random.sample(list(pairs), k=4)])
 
 
 def copying(random: Random) -> Fact:
-    """Eight values; asked for all of them in order."""
+    """Eight values; asks for all of them in order."""
     span = random.choices(VALUES, k=8)
     return Fact([SAY, *span, END], [Question([ASK], span)])
 
 
 def variables(random: Random) -> Fact:
-    """Assignments as in a program, one variable assigned anew; asked for what each variable is at the end."""
+    """Assignments as in a program, one variable assigned twice; asks for the final value of each."""
     names = random.sample(NAMES, k=3)
     lines = [(name, random.choice(VALUES)) for name in [*names, random.choice(names)]]
     said = [token for name, value in lines for token in (SET, name, value, END)]
@@ -75,7 +77,7 @@ TASKS: dict[str, Callable[[Random], Fact]] = {
 
 @dataclass(frozen=True)
 class Recall:
-    """Share of questions answered without a mistake, and what guessing would reach."""
+    """Share of questions answered without a mistake, beside that of guessing."""
 
     task: str
     distance: int
@@ -85,7 +87,7 @@ class Recall:
 
 
 def sample(fact: Fact, distance: int, blocks: int, block_size: int, random: Random) -> list[int]:
-    """A row of `blocks` blocks that says the fact somewhere in the block `distance` before the last, and asks last."""
+    """A row of blocks that says the fact `distance` blocks before the last, and ends with the questions."""
     if not 0 <= distance < blocks:
         raise ValueError(f"distance {distance} in a row of {blocks} blocks: choose from 0 to {blocks - 1}")
     asked = [token for question in fact.questions for part in question for token in part]
@@ -103,12 +105,12 @@ def sample(fact: Fact, distance: int, blocks: int, block_size: int, random: Rand
 def batch(
     task: str, distances: Iterable[int], blocks: int, block_size: int, random: Random
 ) -> tuple[Int[Tensor, "row token"], Int[Tensor, " tail"]]:
-    """One row for each distance, and for the last tokens of every row the question they answer, -1 for none."""
+    """One row per distance; and for the last tokens of all rows the question they answer, -1 for none."""
     if task not in TASKS:
-        raise ValueError(f"task {task!r}: choose from {', '.join(TASKS)}")
+        raise ValueError(f"task {task!r}: {suggest(task, TASKS)}")
     facts = [(TASKS[task](random), distance) for distance in distances]
     rows = [sample(fact, distance, blocks, block_size, random) for fact, distance in facts]
-    # All facts of a task are asked for in the same form.
+    # All facts of a task have questions of the same form.
     answered = [
         mark
         for number, question in enumerate(facts[0][0].questions)
@@ -152,8 +154,7 @@ def learn(
 ) -> None:
     """Train on the answers of random samples at random distances.
 
-    Lengths are random too, from 2 blocks to a bound that reaches `blocks` halfway: near things are learnt first, and
-    not forgotten later.
+    Lengths are random too: from 2 blocks to a bound that grows to `blocks` in the first half of the steps.
     """
     device, size = next(model.parameters()).device, _fitting_block_size(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)

@@ -1,6 +1,6 @@
-"""What compression keeps: raw keys and values against their reconstruction from a memory state of some order.
+"""Reconstruction error: raw keys and values against their reconstruction from a memory state of some order.
 
-Works on every model whose attention has `k_proj` and `v_proj`, before and after a memory was attached to it.
+Works on every model whose attention has `k_proj` and `v_proj`, with or without memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from elastic_memory import hippo
+from elastic_memory.evaluation.inputs import token_ids
 from elastic_memory.evaluation.losses import Model, block_size_of, streamed_logits
-from elastic_memory.evaluation.rows import token_ids
 from elastic_memory.shapes import Float, Tensor
 
 SPECTRUM_BINS = 32
@@ -23,8 +23,8 @@ Signal = Float[Tensor, "token head dim"]
 class Reconstruction:
     """Errors of one layer's keys or values at one order, averaged over rows, tokens and dimensions.
 
-    `relative` divides by the variance: 1 is as bad as remembering the mean. `by_age[i]` belongs to the tokens i blocks
-    back from the end, `by_head` to each head.
+    `relative` is divided by the variance: 1 is as bad as storing the mean. `by_age[i]` is the error of tokens i blocks
+    before the end, `by_head` that of each head.
     """
 
     layer: int
@@ -54,8 +54,8 @@ def reconstruction(
 ) -> list[Reconstruction]:
     """Compress each row's keys and values to each order, reconstruct every token, and measure the error.
 
-    `layers` are those with memory unless given (all, where there is none); `age` is the number of tokens of an age
-    group, by default a block.
+    `layers` defaults to those with memory (all, if there are none); `age` is the number of tokens per age group, by
+    default a block.
     """
     age = age or block_size_of(model)
     kept: dict[tuple[int, str, int], list[tuple[Tensor, float]]] = {}
@@ -69,7 +69,7 @@ def reconstruction(
 
 
 def spectrum(model: Model, rows: Sequence[Any], layers: Sequence[int] | None = None) -> list[Spectrum]:
-    """How fast keys and values change along the sequence: a signal of low frequencies compresses well."""
+    """How fast keys and values change along the sequence: low frequencies compress well."""
     kept: dict[tuple[int, str], list[Tensor]] = {}
     for row in rows:
         for name, signal in keys_and_values(model, row, layers).items():
@@ -82,7 +82,7 @@ def squared_errors(signal: Signal, order: int) -> Float[Tensor, "token head"]:
     state = hippo.compress(signal, order)
     tokens = len(signal)
     middles = (torch.arange(tokens, dtype=torch.float64, device=signal.device) + 0.5) / tokens
-    # The basis of a long history at a high order is never held whole.
+    # In pieces: the basis of a long history at a high order is large.
     pieces = zip(signal.split(1024), middles.split(1024), strict=True)
     return torch.cat([(hippo.reconstruct(state, u) - piece).square().mean(-1) for piece, u in pieces])
 
@@ -115,19 +115,19 @@ def keys_and_values(model: Model, row: Any, layers: Sequence[int] | None = None)
         (i, part): torch.cat(found, dim=1)[0].double().unflatten(1, (-1, attentions[i].head_dim))
         for (i, part), found in pieces.items()
     }
-    # Heads that are padded for speed have columns of zeros, which are no signals.
+    # Padded heads have columns of zeros, which do not count.
     return {name: signal[..., (signal != 0).any(dim=0).any(dim=0)] for name, signal in signals.items()}
 
 
 @contextmanager
 def _tapped(attentions: dict[int, Any]) -> Iterator[dict[tuple[int, str], list[Tensor]]]:
-    """Everything that the key and value projections put out, by layer and part, call after call."""
+    """Collect the outputs of the key and value projections, by layer and part."""
     pieces: dict[tuple[int, str], list[Tensor]] = {}
     handles = []
     for index, attention in attentions.items():
         if not (hasattr(attention, "k_proj") and hasattr(attention, "v_proj")):
-            raise ValueError(f"{type(attention).__name__} has no k_proj and v_proj to look at")
-        # Where keys are normalised, memory holds the normalised ones.
+            raise ValueError(f"{type(attention).__name__} has no k_proj and v_proj: choose another model")
+        # If keys are normalised, memory holds the normalised ones.
         for part, module in (("key", getattr(attention, "k_norm", attention.k_proj)), ("value", attention.v_proj)):
             found = pieces.setdefault((index, part), [])
             handles.append(
@@ -143,7 +143,7 @@ def _tapped(attentions: dict[int, Any]) -> Iterator[dict[tuple[int, str], list[T
 def _averaged(layer: int, part: str, order: int, found: list[tuple[Tensor, float]], age: int) -> Reconstruction:
     lengths = {len(error) for error, _ in found}
     if len(lengths) > 1:
-        raise ValueError(f"rows of {sorted(lengths)} tokens: ages are comparable between rows of one length only")
+        raise ValueError(f"rows of {sorted(lengths)} tokens: give rows of one length")
     errors = torch.stack([error for error, _ in found]).mean(0)
     variance = sum(variance for _, variance in found) / len(found)
     mse = float(errors.mean())

@@ -1,4 +1,4 @@
-"""An evaluation as its user sees it: bars while it runs, and a record of everything the numbers depend on."""
+"""Run an evaluation with progress bars, and record everything that its numbers depend on."""
 
 import dataclasses
 import sys
@@ -12,22 +12,22 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from elastic_memory.common.environment import environment
+from elastic_memory.common.files import write_json
 from elastic_memory.data import Samples
-from elastic_memory.evaluation.metrics import METRICS, Task, evaluate, work
-from elastic_memory.training.environment import environment
-from elastic_memory.training.files import write_json
+from elastic_memory.evaluation.metrics import METRICS, Evaluation, evaluate, work
 
 
-def with_progress(task: Task, metrics: Sequence[str]) -> dict[str, Any]:
-    """Each metric's result by name; on standard error a bar for each, or in a log a line a minute."""
+def with_progress(evaluation: Evaluation, metrics: Sequence[str]) -> dict[str, Any]:
+    """Each metric's result by name; shows a bar per metric, or one line per minute in a log."""
     console = Console(stderr=True)
-    totals = {name: work(task, name) for name in metrics if name in METRICS}
+    totals = {name: work(evaluation, name) for name in metrics if name in METRICS}
     if not console.is_terminal:
-        return evaluate(task, metrics, _Lines(totals))
+        return evaluate(evaluation, metrics, _Lines(totals))
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=console) as progress:
         bars = {name: progress.add_task(name, total=total) for name, total in totals.items()}
-        return evaluate(task, metrics, lambda name, count: progress.advance(bars[name], count))
+        return evaluate(evaluation, metrics, lambda name, count: progress.advance(bars[name], count))
 
 
 class _Lines:
@@ -44,29 +44,31 @@ class _Lines:
             print(f"{name}  {self.done[name]:,}/{self.totals[name]:,}", file=sys.stderr, flush=True)
 
 
-def write_record(out: Path, checkpoint: str, task: Task, rows: Samples | None, results: dict[str, Any]) -> None:
+def write_record(
+    out: Path, checkpoint: str, evaluation: Evaluation, rows: Samples | None, results: dict[str, Any]
+) -> None:
     """Write the results as JSON."""
     out.parent.mkdir(parents=True, exist_ok=True)
     name = Path(checkpoint).name if Path(checkpoint).exists() else checkpoint
-    write_json(out, describe(name, task, rows, results))
+    write_json(out, describe(name, evaluation, rows, results))
 
 
-def describe(checkpoint: str, task: Task, rows: Samples | None, results: dict[str, Any]) -> dict[str, Any]:
+def describe(checkpoint: str, evaluation: Evaluation, rows: Samples | None, results: dict[str, Any]) -> dict[str, Any]:
     """The results with all that they depend on: hashes, precision, versions, date and commit."""
-    device = next(task.model.parameters()).device
+    device = next(evaluation.model.parameters()).device
     return {
         "checkpoint": checkpoint,
-        "memory": task.model.memory_report() if hasattr(task.model, "memory_report") else [],
-        "parameters": sum(weight.numel() for weight in task.model.parameters()),
+        "memory": evaluation.model.memory_report() if hasattr(evaluation.model, "memory_report") else [],
+        "parameters": sum(weight.numel() for weight in evaluation.model.parameters()),
         "data": rows and {
             "split": rows.split,
             "sha256": rows.fingerprint,
             "tokenizer": rows.manifest["tokenizer"]["sha256"],
             "length": rows.length,
-            "rows": len(task.rows),
+            "rows": len(evaluation.rows),
         },
-        "conditions": dataclasses.asdict(task.conditions),
-        "precision": "bfloat16 autocast" if device.type == "cuda" else str(next(task.model.parameters()).dtype),
+        "conditions": dataclasses.asdict(evaluation.conditions),
+        "precision": "bfloat16 autocast" if device.type == "cuda" else str(next(evaluation.model.parameters()).dtype),
         "log_softmax": "float32",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -81,5 +83,5 @@ def _plain(result: Any) -> Any:
         return {key: _plain(value) for key, value in result.items()}
     if isinstance(result, list):
         return [_plain(value) for value in result]
-    # Positions of key tokens lie in the folder of keys.
+    # Positions of key tokens are in the folder of keys.
     return {key: value for key, value in dataclasses.asdict(result).items() if key != "keys"}

@@ -1,4 +1,4 @@
-"""Signals whose truth is known: how much of them a memory of some order gives back."""
+"""Synthetic signals, and how well a memory of some order reconstructs them."""
 
 import argparse
 import math
@@ -11,7 +11,7 @@ from elastic_memory.shapes import Float, Tensor
 
 LENGTH = 1024
 
-# Time of the first token, and the moments at which the reconstruction is compared with it. A token is a step of the
+# Time of the first token, and the points at which the reconstruction is compared with it. A token is a step of the
 # history, so its value belongs to the middle of the step; the paper shifts by a step and compares from edge to edge.
 CONVENTIONS = {
     "paper": (1, lambda length: torch.linspace(0, 1, length, dtype=torch.float64)),
@@ -20,20 +20,20 @@ CONVENTIONS = {
 
 
 def sines(count: int, length: int = LENGTH) -> Float[Tensor, " token"]:
-    """`count` sine waves of frequencies 1, 2, ..., all of amplitude one and phase zero."""
+    """The sum of `count` sine waves of frequencies 1, 2, ..., with amplitude 1 and phase 0."""
     time = torch.arange(length, dtype=torch.float64) / length
     return torch.stack([torch.sin(2 * math.pi * frequency * time) for frequency in range(1, count + 1)]).sum(0)
 
 
 def noise(length: int = LENGTH, seed: int = 42) -> Float[Tensor, " token"]:
-    """White noise, the paper's own draw by default."""
+    """White noise; by default the paper's own sample."""
     return torch.randn(length, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def text(length: int, features: int, smooth: int = 1) -> Float[Tensor, "token feature"]:
-    """Python's own sources, each byte a random vector as an embedding would give it, averaged over `smooth` bytes.
+    """Python source code with a random embedding for each byte, averaged over `smooth` bytes.
 
-    Smoothing stands for depth: keys and values of deeper layers vary slowly from token to token.
+    Smoothing imitates depth: keys and values of deeper layers vary slowly from token to token.
     """
     letters = Path(argparse.__file__).read_bytes()
     letters = (letters * (length // len(letters) + 1))[:length]
@@ -44,7 +44,7 @@ def text(length: int, features: int, smooth: int = 1) -> Float[Tensor, "token fe
 
 
 def error(signal: Float[Tensor, "token ..."], order: int, method: str = "zoh", convention: str = "ours") -> float:
-    """Mean squared difference between a signal and what a memory of `order` coefficients gives back."""
-    origin, moments = CONVENTIONS[convention]
+    """Mean squared error between a signal and its reconstruction from `order` coefficients."""
+    origin, points = CONVENTIONS[convention]
     state = hippo.compress(signal, order, method, origin)
-    return (hippo.reconstruct(state, moments(len(signal))) - signal).square().mean().item()
+    return (hippo.reconstruct(state, points(len(signal))) - signal).square().mean().item()

@@ -1,4 +1,4 @@
-"""Where tokens lie in their text, and which of them lie inside marked stretches of it."""
+"""The characters that tokens cover, and which tokens lie inside marked spans."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,9 @@ Span = tuple[int, int]
 
 
 def encode(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[Span]]:
-    """Tokens of the text with the characters each covers; special tokens cover none.
+    """Tokens of the text with the characters that each covers; special tokens cover none.
 
-    Tokenizers without offsets are served by decoding, as long as decoding gives the text back.
+    For tokenizers without offsets the spans come from decoding, if that reproduces the text.
     """
     if getattr(tokenizer, "is_fast", False):
         encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
@@ -27,9 +27,9 @@ def encode(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[Sp
 
 
 def locate(tokenizer: Any, ids: list[int]) -> tuple[str, list[Span]]:
-    """The text of tokens that came without it, and the characters each covers.
+    """The text of given tokens, and the characters that each covers.
 
-    By the tokenizer's own offsets where it would cut the text into these very tokens, by decoding otherwise.
+    From the tokenizer's own offsets if it splits the text into the same tokens, else from decoding.
     """
     text, spans = decode(tokenizer, ids)
     again, offsets = encode(tokenizer, text, special=False) if getattr(tokenizer, "is_fast", False) else ([], [])
@@ -37,10 +37,10 @@ def locate(tokenizer: Any, ids: list[int]) -> tuple[str, list[Span]]:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[Span]]:
-    """The text of these very tokens, and the characters each covers.
+    """The text of given tokens by decoding, and the characters that each covers.
 
-    Tokens that share a character all cover it. Decoding goes token by token with the one before it as context,
-    because what a token reads as depends on its neighbour (a space at the start of a text is dropped).
+    Tokens that share a character all cover it. Each token is decoded after the one before it, because its text depends
+    on that (a space at the start of a text is dropped).
     """
     special = set(getattr(tokenizer, "all_special_ids", ()))
     text: list[str] = []
@@ -62,7 +62,7 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[Span]]:
 
 
 def merge(spans: Sequence[Span]) -> list[Span]:
-    """Join neighbours where one ends exactly where the next begins."""
+    """Join spans where one ends exactly where the next starts."""
     merged: list[Span] = []
     for start, end in spans:
         if merged and merged[-1][1] == start:

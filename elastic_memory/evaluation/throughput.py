@@ -1,8 +1,8 @@
 """Speed, as the paper defines it: samples per second in training and in evaluation, as a ratio to Transformer++.
 
-All models live in one process and take turns, so that a ratio is not a comparison of two moods of one machine. A GPU
-that begins to work slows down over its first seconds, most in the first: they are not counted, the order of the turns
-changes from round to round, and a ratio is that of times in one round.
+All models run in one process, in interleaved rounds, so that thermal drift does not change ratios. A GPU slows down
+over its first seconds of work: these are not counted. The order of models alternates between rounds, and a ratio is
+taken within a round.
 """
 
 import statistics
@@ -21,15 +21,15 @@ from elastic_memory.shapes import Float, Int, Tensor
 
 capture = find("cuda_graph")
 
-WARM_SECONDS = 3.0  # of a GPU, before anything counts
+WARM_SECONDS = 3.0  # of a GPU, not counted
 
 
 @dataclass(frozen=True)
 class Workload:
     """What is timed: rows of `length` tokens, `rows` at a time; decoding one token at a time after `history` tokens.
 
-    Training takes `steps` between two looks at the clock, as a GPU that waits for the clock is not training. Nothing
-    is decoded if `decoded` is 0. An odd number of `repeats` is one more, for the order of turns to be fair.
+    Training is timed over `steps` steps, to avoid a GPU synchronisation after each. Nothing is decoded if `decoded` is
+    0. An odd number of `repeats` is rounded up, so that both orders of models are timed equally often.
     """
 
     length: int
@@ -42,7 +42,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Medians of the rounds; ratios are to the first model; peak memory in bytes is known on a GPU only."""
+    """Medians over rounds; ratios are to the first model; peak memory in bytes, on a GPU only."""
 
     name: str
     training: float
@@ -56,7 +56,7 @@ class Throughput:
 
 @contextmanager
 def tensor_cores() -> Iterator[None]:
-    """Products of float32, of which memories have some, as training in bfloat16 has them; evaluation gets the same."""
+    """Allow tf32 for float32 products, as bfloat16 training does: memories have some."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -65,19 +65,19 @@ def tensor_cores() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-# Models in turns share the code that is compiled for each of them.
+# Many models in one process need more than the default number of recompilations.
 @tensor_cores()
 @torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
 def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     """Samples per second of training steps and of evaluation, tokens per second of decoding.
 
-    A training step is forward, backward, clipping and AdamW on `work.rows` samples; in bfloat16 on a GPU,
-    captured where training would; its peak memory is that of a step which is not.
+    A training step is forward, backward, clipping and AdamW on `work.rows` samples; on a GPU in bfloat16, and as a CUDA
+    graph where training uses one. Peak memory is that of a step without a CUDA graph.
     """
     if not models:
-        raise ValueError("no models to time: the first is the one others are compared with")
+        raise ValueError("no models to time: give at least one; ratios are to the first")
     if work.repeats < 1:
-        raise ValueError(f"repeats={work.repeats}: give a number of rounds from 1 on")
+        raise ValueError(f"repeats={work.repeats}: give 1 or more")
     ids = {name: _random_ids(model, work) for name, model in models.items()}
     optimizers = {
         name: torch.optim.AdamW(model.parameters(), lr=0.0, fused=_device(model).type == "cuda")
@@ -107,8 +107,8 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
     amount = {"training": work.rows * work.steps, "inference": work.rows, "decoding": work.rows * work.decoded}
     seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds[name]} for name in models}
     order = list(models)
-    warm: float | None = None  # when all was compiled
-    rounds = work.repeats + work.repeats % 2  # each order as often as the other
+    warm: float | None = None  # when everything was compiled
+    rounds = work.repeats + work.repeats % 2  # both orders equally often
     while len(seconds[order[0]]["training"]) < rounds:
         counts = warm is not None and time.perf_counter() - warm >= _warm_seconds(models[order[0]])
         for name in order:
@@ -134,7 +134,7 @@ def _warm_seconds(model: Model) -> float:
 
 
 def _ratio(base: list[float], own: list[float]) -> float:
-    """How fast, where the base is 1: each round for itself."""
+    """Speed relative to the base: the median over rounds."""
     return statistics.median(theirs / ours for theirs, ours in zip(base, own, strict=True))
 
 
@@ -171,8 +171,8 @@ def _train_turn(
 ) -> float:
     """Seconds of some steps.
 
-    A captured step holds its memory. Where others need that, it is captured anew for each turn, and a GPU that waited
-    for it has to warm up again.
+    A CUDA graph keeps its memory. If other models need that (`crowded`), it is captured again for each round, and the
+    GPU warms up again.
     """
     run = partial(_train, model, step, ids, optimizer)
     if capture is None or not isinstance(step, capture.Captured):
@@ -191,7 +191,7 @@ def _train_turn(
 
 
 def evaluate_once(model: Model, ids: Int[Tensor, "row token"]) -> None:
-    """Forward alone, without gradients; of our models the loss alone, which needs no logits."""
+    """Forward without gradients; our models return the loss alone, without logits."""
     kept = {"logits_to_keep": 1} if has_blocks(model) else {}
     with evaluating(model), _autocast(model):
         model(ids, labels=ids, **kept)
@@ -223,7 +223,7 @@ def _timed(model: Model, run: Callable[[], None]) -> float:
 
 
 def _peak(model: Model, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> int | None:
-    """Bytes that a training step needs on a GPU that holds other models too."""
+    """Bytes that a training step needs, without those of other models on the GPU."""
     if _device(model).type != "cuda":
         return None
     step()
@@ -237,13 +237,13 @@ def _peak(model: Model, step: Callable[[], object], optimizer: torch.optim.Optim
 
 
 def _room(models: Mapping[str, Model]) -> float:
-    """Bytes of a GPU that models may fill; what they leave is lost between the pieces."""
+    """Bytes of a GPU that models may fill; the rest is lost to fragmentation."""
     device = _device(next(iter(models.values())))
     return 0.95 * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
 
 
 def _check_room(peak: int, room: float) -> None:
-    """Beside other models, as failing inside a capture would break the device."""
+    """Refuse a capture that would run out of memory, which would break the device."""
     needed = torch.cuda.memory_allocated() + peak
     if needed > room:
         raise torch.OutOfMemoryError(f"{needed / 2**30:.0f} GiB for a captured step, {room / 2**30:.0f} fit")

@@ -1,6 +1,6 @@
-"""The catalogue of memories, written from the registry and from models that are really built.
+"""The catalogue of memories, from the registry and from models built for it.
 
-python -m elastic_memory.report.catalogue        # in the root of the repository: docs/catalogue.md and the README
+python -m elastic_memory.report.catalogue        # in the root of the repository: docs/catalogue.md
 """
 
 import inspect
@@ -20,22 +20,28 @@ MULTIPLES = (1, 2, 4, 8, 16)
 INTRODUCTION = """\
 # Memories
 
-This page is written by `python -m elastic_memory.report.catalogue` from the registry `MEMORIES` and from the models
-themselves. All mechanisms live on the same backbone behind one contract (`memory/contract.py`), so that a comparison
-differs in the mechanism and in nothing else. Choose one with `memory=` of `MemoryLlamaConfig` and give its options in
-`memory_options`; `order`, `points`, `sampling` and `sampling_options` are settings of their own (`memory_order`,
-`memory_points`, `sampling`, `sampling_options`). Every memory takes `detach_every`: gradients are cut every so many
-blocks. Gates start half open; their learning rate is scaled by `gate_lr_scale` of a training recipe."""
+```python
+import elastic_memory as em
+
+config = em.MemoryLlamaConfig.preset("100m", memory="infini", memory_options={"update": "linear"})
+```
+
+Which mechanisms are there, and how do they differ? All of them run on the same backbone behind one contract
+(`memory/contract.py`), so a comparison differs in the mechanism and in nothing else. `memory_options` takes the options
+listed below, except for `order`, `points`, `sampling` and `sampling_options`, which are settings of the configuration
+(`memory_order`, `memory_points`, `sampling`, `sampling_options`). Every memory also takes `detach_every`: gradients are
+cut every so many blocks. Gates have a learning rate scale in training recipes, `gate_lr_scale`."""
 
 NOTE = f"""\
 At the {SIZE} preset and the paper's 1x. *State*: floats carried per sample, whole model. *Added*: parameters.
-*Training*: whether all blocks of a sample are read at once or one after another. *Joins*: whether memories of parts
-that were read apart can be joined into the memory of the whole.
+*Training*: whether all blocks of a sample are read in parallel or one after another. *Joins*: whether memories of texts
+that were read separately can be joined ([joining](composing.md)). This page is written by
+`python -m elastic_memory.report.catalogue`.
 """
 
 
 def facts(name: str, multiple: int = 1) -> dict[str, Any] | None:
-    """What a model of the paper's size says of its memory; None if the mechanism has no such multiple."""
+    """Counts of a model of the paper's size; None if the memory has no such multiple."""
     try:
         config = MemoryLlamaConfig.preset(SIZE, memory=name, memory_multiple=multiple)
     except ValueError:
@@ -55,7 +61,7 @@ def facts(name: str, multiple: int = 1) -> dict[str, Any] | None:
 
 
 def overview() -> str:
-    """One line per mechanism."""
+    """The table of all memories."""
     rows = []
     for name in MEMORIES:
         known = facts(name)
@@ -104,7 +110,7 @@ def _section(name: str, kind: type[Memory]) -> str:
 
 
 def options(kind: type[Memory]) -> Iterable[str]:
-    """A mechanism's options and their defaults."""
+    """A memory's options and their defaults."""
     for option in inspect.signature(kind.__init__).parameters.values():
         if option.name not in ("self", "geometry", "detach_every"):
             yield f"`{option.name}={option.default!r}`"
@@ -127,15 +133,12 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write(root: Path) -> None:
-    """Bring docs/catalogue.md and the README's table up to date."""
+    """Bring docs/catalogue.md up to date."""
     (root / "docs" / "catalogue.md").write_text(page(), encoding="utf-8")
-    readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    readme.write_text(insert(text, overview()), encoding="utf-8")
 
 
 def insert(text: str, table: str, mark: str = "catalogue") -> str:
-    """`text` with `table` between the marks that say where it belongs."""
+    """`text` with `table` between its marks."""
     marked = re.compile(f"(?<=<!-- {mark} -->\n).*?(?=<!-- /{mark} -->)", re.DOTALL)
     if not marked.search(text):
         raise ValueError(f"no place for the {mark}: <!-- {mark} --> and <!-- /{mark} --> must mark it")

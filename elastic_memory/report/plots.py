@@ -1,4 +1,4 @@
-"""Pictures: plain matplotlib, one function each, the same few colours everywhere."""
+"""Plots with matplotlib, one function each."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def errors(labels: Sequence[str], series: Mapping[str, Sequence[float]], path: Path) -> Path:
-    """One line per label, one marker per series, errors on a logarithmic axis: smaller is further left."""
+    """Errors on a logarithmic axis: one line per label, one marker per series."""
     figure, axes = plt.subplots(figsize=(8, 0.42 * len(labels) + 1.4))
     markers = [("o", "none", PAPER, 11.0), ("o", PAPER, PAPER, 5.0), ("D", OURS, OURS, 6.0)]
     for (name, values), (marker, face, edge, size) in zip(series.items(), markers, strict=False):
@@ -41,7 +41,7 @@ def errors(labels: Sequence[str], series: Mapping[str, Sequence[float]], path: P
 def reconstructions(
     panels: Mapping[str, tuple[Sequence[float], Mapping[str, Sequence[float]]]], path: Path, last: int = 600
 ) -> Path:
-    """Each row a signal, reconstructions over the truth: whole on the left, its newest `last` tokens on the right."""
+    """One row per signal with its reconstructions: the whole on the left, the newest `last` tokens on the right."""
     figure, grid = plt.subplots(len(panels), 2, figsize=(12, 2.1 * len(panels)), squeeze=False, width_ratios=(2, 1))
     shades = plt.get_cmap("viridis_r")
     for row, (name, (truth, estimates)) in zip(grid, panels.items(), strict=True):
@@ -76,7 +76,7 @@ def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], across:
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as the bytes of a picture; closes it."""
+    """A figure as PNG bytes; closes it."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150, bbox_inches="tight")
     plt.close(figure)

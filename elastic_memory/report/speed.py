@@ -14,7 +14,7 @@ LENGTHS = {2048: "2k", 4096: "4k", 32768: "32k", 262144: "256k", 1048576: "1M"}
 
 
 def newest(root: Path, what: str) -> dict[str, Any]:
-    """The latest record of a benchmark."""
+    """The newest record of a benchmark."""
     folder = root / "benchmarks" / "results"
     paths = sorted(folder.glob(f"{what}-*.json"), key=lambda path: path.stem[-10:])
     if not paths:
@@ -23,7 +23,7 @@ def newest(root: Path, what: str) -> dict[str, Any]:
 
 
 def headline(root: Path) -> str:
-    """What the tables come to, in a sentence."""
+    """The README's summary of speed."""
     cells = json.loads((root / "results" / "speed-paper.json").read_text())["cells"]
     peers = {row["name"]: row for row in newest(root, "peers")["peers"]}
     stream = newest(root, "streaming-h200")["runs"][0]["rows"]  # captured steps of one row
@@ -40,12 +40,12 @@ def headline(root: Path) -> str:
 
 
 def training(root: Path) -> str:
-    """What `elastic reproduce speed` writes."""
+    """The table of `elastic reproduce speed`."""
     return (root / "results" / "speed-paper.md").read_text()
 
 
 def inference(root: Path) -> str:
-    """What `elastic reproduce inference` writes from the same measurements."""
+    """The table of `elastic reproduce inference`, from the same measurements."""
     return (root / "results" / "inference-paper.md").read_text()
 
 
@@ -91,7 +91,7 @@ def roofline(root: Path) -> str:
 
 
 def peers(root: Path) -> str:
-    """Other people's code at our shape."""
+    """Other implementations at the same model size."""
     record = newest(root, "peers")
     rows = [
         [
@@ -122,7 +122,7 @@ def peers(root: Path) -> str:
 
 
 def streaming(root: Path, what: str) -> str:
-    """Prefill, decoding and bytes by length of history."""
+    """Prefill and decoding speed and memory by length of history."""
     record, rows = newest(root, what), []
     for run in record["runs"]:
         for row in run["rows"]:
@@ -149,7 +149,7 @@ def streaming(root: Path, what: str) -> str:
 
 
 def decoding(root: Path) -> str:
-    """A step, kernel by kernel."""
+    """A decoding step by kernel."""
     record, rows = newest(root, "decoding-h200"), []
     for run in record["runs"]:
         batch, step, floor = f"{run['rows']} rows" if run["rows"] > 1 else "1 row", run["step_us"], run["floor_us"]
@@ -171,7 +171,7 @@ def operators(root: Path) -> str:
     records = [newest(root, f"operators-{device}") for device in ("cpu", "cuda")]
 
     def cell(one: dict[str, Any]) -> str:
-        # The peak of a few megabytes is the allocator's.
+        # Below 10 MB the peak is the allocator's.
         peak = f", {one['peak_over_returned']:.1f}x" if one["returned_mb"] > 10 else ""
         return f"{one['seconds']:.2g} s{peak}"
 
@@ -187,7 +187,7 @@ def operators(root: Path) -> str:
 
 
 def page(root: Path, text: str) -> str:
-    """`text`, its tables brought up to date."""
+    """`text` with its tables updated."""
     tables = {
         "training": training(root),
         "inference": inference(root),
@@ -205,10 +205,9 @@ def page(root: Path, text: str) -> str:
 
 
 def write(root: Path) -> None:
-    """Bring the page up to date, and what the README shows of it."""
-    path, readme = root / "docs" / "speed.md", root / "README.md"
+    """Bring the page up to date."""
+    path = root / "docs" / "speed.md"
     path.write_text(page(root, path.read_text(encoding="utf-8")), encoding="utf-8")
-    readme.write_text(insert(readme.read_text(encoding="utf-8"), operators(root), "operators"), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables: one content, shown in a terminal and kept as Markdown."""
+"""Tables for the terminal and as Markdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rich.markup import escape
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of finished text under named columns; `note` says how to read it."""
+    """Rows of text under named columns; `note` explains how to read them."""
 
     title: str
     columns: Sequence[str]
@@ -19,7 +19,7 @@ class Table:
 
     def rich(self) -> rich_table.Table:
         """For a terminal: the first column is text, the others are numbers."""
-        # brackets are what they look like, not rich's markup
+        # brackets are text, not rich markup
         title, note = escape(self.title), escape(self.note)
         shown = rich_table.Table(title=title, caption=note, box=box.SIMPLE_HEAD, title_justify="left")
         shown.caption_justify = "left"
@@ -37,5 +37,5 @@ class Table:
 
 
 def number(value: float) -> str:
-    """Three digits: plain where it reads well, with an exponent where it is small."""
+    """Three digits; small numbers with an exponent."""
     return f"{value:.3f}" if value >= 0.01 else f"{value:.2e}".replace("e-0", "e-")

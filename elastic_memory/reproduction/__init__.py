@@ -1,10 +1,12 @@
-"""The paper's tables, regenerated: tiers of size, a lab that trains and measures what is missing, the tables as data.
+"""The paper's tables, regenerated: the tables as data, and a lab that trains and measures what is missing.
 
 tiers.py        how large the models and data of a tier are
 lab.py          one model: its recipe, its record, training and measuring it
-records.py      one small JSON file a run: everything the tables need, without the weights
+records.py      one small JSON file per run: everything that tables need
 experiment.py   a table of trained models as rows and columns of settings
-scheduler.py    several training processes on one GPU, until all is done or time is over
-ledger.py       the paper's claims as statements that code checks
+planning.py     what is still to do, and how long it takes
+scheduler.py    several processes on one GPU, within a time limit
+worker.py       one of these processes
+ledger.py       the paper's claims, checked against our tables
 tables/         one file per table
 """

@@ -1,7 +1,7 @@
 """Tables of the paper that need trained models.
 
-An `Experiment` has rows and columns of settings; where they meet is a `Cell`: a model, how it is read, what is shown.
-A cell has one run for each seed, and shows their mean. Tables and JSON are made of the runs' records alone.
+An `Experiment` has rows and columns of settings. Each pair gives a `Cell`: a model, how its memory is read, and what is
+shown. A cell has one run per seed and shows their mean. Tables and JSON are made from the runs' records alone.
 """
 
 import math
@@ -11,94 +11,94 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_memory.evaluation.longppl import FEW
+from elastic_memory.common.files import write_json, write_text
+from elastic_memory.common.strict import read_json
+from elastic_memory.evaluation.longppl import FEW_KEY_TOKENS
 from elastic_memory.evaluation.metrics import Conditions
 from elastic_memory.report.tables import Table
 from elastic_memory.reproduction.lab import Lab, Measurement, Trained
 from elastic_memory.reproduction.tiers import TIERS
-from elastic_memory.training.files import write_json, write_text
-from elastic_memory.training.strict import read_json
 
-# What a cell shows, and the metrics it takes; what takes none is counted on the model as it is built.
+# What a cell can show, and the metrics that it needs; without metrics it is counted on the model itself.
 SHOWS: dict[str, tuple[str, ...]] = {
     "ppl": ("ppl",), "longppl": ("longppl",), "both": ("ppl", "longppl"), "mse": ("reconstruction",),
     "memory": (), "added": (), "order": (),
 }  # fmt: skip
-FIRST = ("proofs", "books", "edu")  # the order in which corpora are worked on
-SKIPPED = "skip"  # stands in the place of a cell that a table does not have
+CORPUS_ORDER = ("proofs", "books", "edu")  # the order in which corpora are worked on
+SKIPPED = "skip"  # marks a cell that a table does not have
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(Trained):
-    """One entry of a table: a model, how it is read and disturbed, and what is shown of it."""
+    """One entry of a table: a model, the conditions of its evaluation, and what is shown."""
 
     shows: str
-    read: str | None = None  # a sampling that the model was not trained with
+    read: str | None = None  # a sampling other than that of training
     corrupt: float = 0.0
     corrupt_layers: str = "memory"
-    points_with_memory: bool = False  # as many times the memory tokens as the memory
+    points_with_memory: bool = False  # memory tokens grow with the memory
 
     def model(self, seed: int | None) -> Trained:
-        """The model alone."""
+        """The model of this cell."""
         settings = {field.name: getattr(self, field.name) for field in fields(Trained)}
         points = self.multiple if self.points_with_memory else self.points
         return Trained(**settings | {"seed": seed, "points": points})
 
     @property
     def conditions(self) -> Conditions:
-        """What differs from the model as it was trained."""
+        """What differs from the model as trained."""
         return Conditions(sampling=self.read, corrupt=self.corrupt, corrupt_layers=self.corrupt_layers)
 
     @property
     def measurements(self) -> list[Measurement]:
-        """What has to be measured of each run."""
+        """What must be measured of each run."""
         return [(metric, self.conditions) for metric in SHOWS[self.shows]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A table of the paper: its settings, which are fields of `Cell`, and its entries as printed, with & between.
+    """A table of the paper: settings (fields of `Cell`), and the paper's entries as printed, separated by &.
 
-    Columns name a corpus in braces, `{books}`, for which the tier's own name is put.
+    A column may name a corpus in braces, `{books}`; the tier's own name replaces it.
     """
 
     name: str
     title: str
     columns: Mapping[str, Mapping[str, Any]]
     rows: Mapping[str, tuple[Mapping[str, Any], str]]
-    corner: str = "model"  # over the names of the rows
+    corner: str = "model"  # heading of the row names
     note: str = ""
-    seeds: Mapping[str, int] = field(default_factory=dict)  # how many, by corpus; 2 where nothing is said
+    seeds: Mapping[str, int] = field(default_factory=dict)  # how many, by corpus; default 2
     tiers: tuple[str, ...] = tuple(TIERS)  # that have this table
 
     def cells(self) -> Iterator[tuple[str, str, Cell, str]]:
-        """Row, column, what stands there, and what the paper has there."""
+        """Row, column, cell, and the paper's entry."""
         for row, (settings, printed) in self.rows.items():
             for (column, more), paper in zip(self.columns.items(), printed.split("&"), strict=True):
                 if paper.strip() != SKIPPED:
                     yield row, column, Cell(**{**settings, **more}), paper.strip()
 
     def models(self, lab: Lab, seeds: int | None = None) -> list[Trained]:
-        """Every model once, in the order of importance: seed after seed, corpus after corpus, row after row."""
+        """Every model once, most important first: by seed, then corpus, then row."""
         if lab.name not in self.tiers:
-            raise ValueError(f"table {self.name} is of tier {', '.join(self.tiers)}; tier {lab.name} has none")
+            raise ValueError(f"tier {lab.name} has no table {self.name}: choose {' or '.join(self.tiers)}")
         cells = [cell for _, _, cell, _ in self.cells() if SHOWS[cell.shows]]
         found = []
         for number in range(len(lab.tier.seeds) if seeds is None else seeds):
-            for corpus in FIRST:
+            for corpus in CORPUS_ORDER:
                 wanted = self.seeds.get(corpus, 2)
                 if number < min(wanted, len(lab.tier.seeds)):
                     found += [cell.model(lab.tier.seeds[number]) for cell in cells if cell.corpus == corpus]
         return list(dict.fromkeys(found))
 
     def wanted(self, model: Trained) -> list[Measurement]:
-        """What this table wants to know of a model."""
+        """The measurements of a model that this table needs."""
         plain = replace(model, seed=None)
         cells = (cell for _, _, cell, _ in self.cells())
         return [pair for cell in cells if cell.model(None) == plain for pair in cell.measurements]
 
     def write(self, lab: Lab) -> Table:
-        """Make the table of the records that there are, and write it beside its JSON."""
+        """Make the table from the records so far, and write it as JSON and Markdown."""
         path = lab.out / f"{self.name}-{lab.name}.json"
         self.check_earlier(path, lab.name)
         entries = [_entry(lab, *place) for place in self.cells()]
@@ -116,23 +116,23 @@ class Experiment:
         return table
 
     def check_earlier(self, path: Path, tier: str) -> None:
-        """Refuse to write over what is not an earlier state of the same results."""
+        """Refuse to overwrite anything but an earlier version of this table."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             return
         try:
             earlier = read_json(path)
         except ValueError as error:
-            raise ValueError(f"{error}: remove it, and it is made again") from None
+            raise ValueError(f"{error}: remove it, and repeat the command") from None
         found = [earlier.get(key) for key in ("table", "tier")] if isinstance(earlier, dict) else []
         if found != [self.name, tier]:
             raise ValueError(
-                f"{path} holds other results ({found}) than {self.name} of tier {tier}: move it, or use another --out"
+                f"{path} holds other results ({found}), not {self.name} of tier {tier}: move it, or change --out"
             )
 
 
 def _check_alike(entries: list[dict[str, Any]]) -> None:
-    """Refuse a table whose numbers do not compare: other test rows, other key tokens."""
+    """Refuse a table of numbers that are not comparable: other test rows or other key tokens."""
     seen: dict[tuple[str, ...], tuple[str, str]] = {}
     for entry in entries:
         for run in entry["runs"]:
@@ -143,15 +143,15 @@ def _check_alike(entries: list[dict[str, Any]]) -> None:
                 for name, value in facts.items():
                     first, other = seen.setdefault((entry["corpus"], name), (value, run["run"]))
                     if first != value:
-                        raise ValueError(f"{run['run']} and {other} have other {name}: their numbers do not compare")
+                        raise ValueError(f"{run['run']} and {other} have different {name}: not comparable")
 
 
 def _titles(lab: Lab) -> dict[str, str]:
-    return {corpus: lab.tier.title(corpus) for corpus in FIRST}
+    return {corpus: lab.tier.title(corpus) for corpus in CORPUS_ORDER}
 
 
 def _entry(lab: Lab, row: str, column: str, cell: Cell, paper: str) -> dict[str, Any]:
-    """Everything about one cell: the numbers of each seed, where they come from, and the text that the table shows."""
+    """One cell for JSON: the numbers of each seed, their provenance, and the text of the table."""
     metrics = SHOWS[cell.shows]
     values: dict[str, Any] = {metric: None for metric in metrics} or {
         cell.shows: lab.counted(cell.model(lab.tier.seeds[0]))[cell.shows]
@@ -164,14 +164,14 @@ def _entry(lab: Lab, row: str, column: str, cell: Cell, paper: str) -> dict[str,
             runs.append(_run(record.content, seed, {metric: entry for metric, entry in found.items() if entry}))
     for metric in metrics:
         seeds = [run["values"][metric] for run in runs if run["values"].get(metric) is not None]
-        # the mean of losses, so that perplexities are averaged as they are measured
+        # perplexities are averaged as losses
         values[metric] = _mean(seeds, metric) if seeds else None
     entry = {"row": row, "column": column, "paper": paper, "corpus": cell.corpus, "values": values, "runs": runs}
     return entry | {"text": _text(entry, paper)}
 
 
 def _run(record: dict[str, Any], seed: int, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """One seed of a cell: its numbers, and what they were made with."""
+    """One seed of a cell: its numbers and their provenance."""
     trained = record["trained"]
     measured = {}
     for metric, entry in found.items():
@@ -188,7 +188,7 @@ def _run(record: dict[str, Any], seed: int, found: dict[str, dict[str, Any]]) ->
 
 
 def _detail(found: Any, metric: str) -> dict[str, Any]:
-    """The number of a measurement, and what belongs to it."""
+    """The value of a measurement, and its details."""
     if metric == "reconstruction":
         # keys and values weigh the same (choices.md, "reconstruction")
         mse, relative = (statistics.fmean(part[key] for part in found) for key in ("mse", "relative"))
@@ -212,7 +212,7 @@ def _mean(values: list[float], metric: str) -> float:
 
 
 def _text(entry: dict[str, Any], paper: str) -> str:
-    """As the paper prints it, the spread over seeds behind it, and the gain from memory behind a perplexity alone."""
+    """The value as the paper prints it, its spread over seeds, and for a perplexity alone the gain from memory."""
     places = 2 if paper == "-" else len(paper.split(" / ")[0].partition(".")[2])
     parts = []
     for metric, value in entry["values"].items():
@@ -220,7 +220,9 @@ def _text(entry: dict[str, Any], paper: str) -> str:
         seeds = [run["values"][metric] for run in entry["runs"] if run["values"].get(metric) is not None]
         if len(seeds) > 1:
             text += f"±{statistics.stdev(seeds):.{places}f}"
-        if metric == "longppl" and any(run["measured"][metric]["key_tokens"] < FEW for run in _having(entry, metric)):
+        if metric == "longppl" and any(
+            run["measured"][metric]["key_tokens"] < FEW_KEY_TOKENS for run in _having(entry, metric)
+        ):
             text += "†"
         parts.append(text)
     gains = _gains(entry)
@@ -230,7 +232,7 @@ def _text(entry: dict[str, Any], paper: str) -> str:
 
 
 def _gains(entry: dict[str, Any]) -> list[float]:
-    """The gain from memory of each seed, where the cell shows a perplexity alone."""
+    """The gain from memory of each seed, if the cell shows a perplexity alone."""
     gains = [run["measured"]["ppl"].get("gain") for run in _having(entry, "ppl")]
     return gains if list(entry["values"]) == ["ppl"] and None not in gains else []
 
@@ -240,7 +242,7 @@ def _having(entry: dict[str, Any], metric: str) -> list[dict[str, Any]]:
 
 
 def _number(value: float | int | None, places: int) -> str:
-    """As the paper prints it: counts from a tenth of a million on in millions, measurements to as many places."""
+    """As the paper prints it: large counts in millions, measurements with `places` decimals."""
     if value is None:
         return "-"
     if isinstance(value, int):
@@ -249,7 +251,7 @@ def _number(value: float | int | None, places: int) -> str:
 
 
 def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
-    """How to read the table: how its numbers were made, from the records, and what is still missing."""
+    """The note of the table: how its numbers were made, and what is still missing."""
     runs = [run for entry in entries for run in entry["runs"]]
     measured = [(metric, how) for run in runs for metric, how in run["measured"].items()]
     parts = [f"Tier {lab.name}."]
@@ -268,8 +270,8 @@ def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
     keyed = [how for metric, how in measured if metric == "longppl"]
     for text in dict.fromkeys(_reference(how) for how in keyed):
         parts.append(f"LongPPL[{text}].")
-    if any(how["key_tokens"] < FEW for how in keyed):
-        parts.append(f"† fewer than {FEW} key tokens: too few to mean much.")
+    if any(how["key_tokens"] < FEW_KEY_TOKENS for how in keyed):
+        parts.append(f"† fewer than {FEW_KEY_TOKENS} key tokens: too few to mean much.")
     made = {(how["device"], how["torch"], str(how["commit"])) for _, how in measured}
     parts += [f"Measured on {device}, torch {torch}, commit {commit}." for device, torch, commit in sorted(made)]
     missing = sum(value is None for entry in entries for value in entry["values"].values())
@@ -284,5 +286,5 @@ def _listed(values: set[int]) -> str:
 
 
 def _reference(how: dict[str, Any]) -> str:
-    """LongPPL's protocol without what differs from cell to cell, and the hash of the reference's weights."""
+    """LongPPL's protocol without the counts of each cell, and the hash of the reference's weights."""
     return f"{how['protocol'].partition(', keys=')[0]}, weights {how['reference']['weights'][:8]}"

@@ -1,29 +1,30 @@
-"""One model of a table: its recipe, its record, and the work of training and measuring it.
+"""Train and measure the models of tables.
 
-    OUT/runs/small-proofs-elastic-uniform-seed1-1a2b3c4d.json    its record: all that tables need
-    OUT/work/small-proofs-elastic-uniform-seed1-5e6f7a8b9c/      the run itself, weights included, until it is measured
+    OUT/runs/small-proofs-elastic-uniform-seed1-1a2b3c4d.json    a record: all that tables need
+    OUT/work/small-proofs-elastic-uniform-seed1-5e6f7a8b9c/      the run, with weights, until it is measured
     OUT/work/keys/                                               positions of LongPPL's key tokens
 
-Tables share models and their records. Whatever is interrupted, the next call continues with what is missing.
+Tables share models and their records. After an interruption the next call continues with what is missing.
 """
 
 import gc
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.strict import read_json
 from elastic_memory.data import Samples, prepare, samples
+from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.loading import load_config, load_model
 from elastic_memory.evaluation.longppl import Settings, key_tokens
-from elastic_memory.evaluation.metrics import Conditions, Task
+from elastic_memory.evaluation.metrics import Conditions, Evaluation
 from elastic_memory.evaluation.record import describe, with_progress
-from elastic_memory.evaluation.rows import Spread
 from elastic_memory.reproduction.records import Record
 from elastic_memory.reproduction.tiers import TIERS
 from elastic_memory.training.build import build_config
@@ -31,15 +32,14 @@ from elastic_memory.training.corpus import data_hash, fit
 from elastic_memory.training.recipe import RECIPES, Recipe, Training, load_recipe
 from elastic_memory.training.runs import Run
 from elastic_memory.training.session import Resume, train
-from elastic_memory.training.strict import read_json
 
-# What one measurement of a model takes: a metric, and the conditions it is measured under.
+# A measurement of a model: a metric, and its conditions.
 Measurement = tuple[str, Conditions]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model: which recipe of the tier, what is changed in it, the corpus and the seed."""
+    """A model: its memory, which selects the recipe of the tier, and what differs from that recipe."""
 
     memory: str
     sampling: str | None = None
@@ -53,7 +53,7 @@ class Trained:
 
     @property
     def name(self) -> str:
-        """By what differs from the plain model of its memory."""
+        """Corpus, memory, and what differs from the tier's recipe."""
         parts = [self.corpus, self.memory, self.sampling or ""]
         parts += [f"memory{self.multiple}x"] * (self.multiple != 1) + [f"points{self.points}x"] * (self.points != 1)
         parts += [f"model{self.size}"] * (self.size != "1x")
@@ -68,13 +68,13 @@ class Lab:
     def __init__(self, tier: str, out: Path, data: Path | None = None, reference: str | None = None):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
-                "`elastic reproduce` starts its own processes. To train one model on several GPUs, use `torchrun ... "
-                f"elastic train ... --out {out / 'work'}` first: a finished run there is not trained again"
+                "`elastic reproduce` starts its own processes. To train a model on several GPUs, first run `torchrun "
+                f"... elastic train ... --out {out / 'work'}`: finished runs there are used"
             )
         self.name, self.tier, self.out, self.data = tier, TIERS[tier], out, data
         self.reference = reference or self.tier.reference
         self.work = out / "work"
-        # a model has many cells, and each of these takes a while
+        # slow, and needed for many cells of the same model
         self.folder, self.run, self.counted = cache(self._folder), cache(self._run), cache(self._counted)
         self.recipe = cache(self._recipe)
 
@@ -82,7 +82,7 @@ class Lab:
 
     @property
     def training(self) -> Training:
-        """What all runs of the tier have in common."""
+        """What all runs of the tier share."""
         return self.recipe(Trained(memory="none")).training
 
     def _recipe(self, model: Trained) -> Recipe:
@@ -97,13 +97,13 @@ class Lab:
         return recipe.replace(name=f"{self.name}-{model.name}", **keys)
 
     def record(self, model: Trained) -> Record:
-        """What is known of a model so far."""
+        """The record of a model so far."""
         recipe = self.recipe(model)
         facts = {"name": f"{recipe.name}-{recipe.digest()[:8]}", "tier": self.name, "model": asdict(model)}
         return Record(self.out / "runs" / f"{facts['name']}.json", facts)
 
     def missing(self, model: Trained, wanted: Iterable[Measurement]) -> list[Measurement]:
-        """The measurements that its record does not hold yet; LongPPL only where there is a reference."""
+        """The measurements that its record lacks; LongPPL only if there is a reference."""
         record = self.record(model)
         return [
             (metric, conditions)
@@ -112,7 +112,7 @@ class Lab:
         ]
 
     def _counted(self, model: Trained) -> dict[str, int]:
-        """Floats of memory and added parameters of the whole model, as the paper counts them, and the order."""
+        """Memory floats and added parameters of the whole model, as the paper counts them, and the order."""
         config = build_config(self.recipe(model))
         plain = type(config).from_dict(config.to_dict() | {"pad_heads": False})
         with torch.device("meta"):
@@ -126,7 +126,7 @@ class Lab:
     # -- what is needed
 
     def require(self, corpora: Iterable[str], longppl: bool) -> None:
-        """Refuse before hours of work: rows to train and to measure on, and the reference, must be there."""
+        """Check that rows and reference are there, before hours of work."""
         if self.data is not None or not self.tier.text:
             root = self.data or Path("DATA")
             folders = [root / self.tier.corpora[corpus] for corpus in dict.fromkeys(corpora)]
@@ -145,19 +145,19 @@ class Lab:
                 load_config(self.reference)
             except (OSError, ValueError) as error:
                 raise FileNotFoundError(
-                    f"LongPPL needs a model that finds its key tokens: {error}. Give one with --reference "
+                    f"LongPPL needs a reference model, which finds key tokens: {error}. Give one with --reference "
                     "(a run, a folder, a .gguf file, a name on the hub)"
                 ) from None
 
     def _check_reference(self, name: str) -> None:
-        """Key tokens of two references do not compare: one folder of results has one."""
+        """Refuse a second reference in one folder of results: their key tokens are not comparable."""
         for path in sorted((self.out / "runs").glob(f"{self.name}-*.json")):
             for entry in read_json(path).get("measured", []):
                 other = entry["metrics"].get("longppl", {}).get("reference", {}).get("reference", name)
                 if Path(other).name != name:
                     raise ValueError(
-                        f"{path.name} has LongPPL by the reference {other}, this is {name}: give that one with "
-                        "--reference, or choose another --out"
+                        f"{path.name} has LongPPL with the reference {other}, not {name}: use --reference {other}, or "
+                        "choose another --out"
                     )
 
     def _folder(self, corpus: str) -> Path:
@@ -169,20 +169,20 @@ class Lab:
         return folder
 
     def _run(self, model: Trained) -> Run:
-        """The run of a model, whether it was trained or not; one that `elastic train` left there counts."""
+        """The run of a model, trained or not; a finished run of `elastic train` is used too."""
         rows = samples(self.folder(model.corpus))
         recipe, data = fit(self.recipe(model), rows), data_hash(rows)
         for folder in self.work.glob(f"[!.]*-{recipe.digest(data)}"):
             if not folder.name.startswith(f"{self.name}-{model.corpus}") and (folder / "result.json").exists():
-                recipe = replace(recipe, name=folder.name.removesuffix(f"-{recipe.digest(data)}"), variant="")
+                recipe = recipe.replace(name=folder.name.removesuffix(f"-{recipe.digest(data)}"), variant="")
         return Run(self.work, recipe, data)
 
     def test_rows(self, corpus: str) -> Samples:
-        """What models of a corpus are measured on."""
+        """The test rows of a corpus."""
         return samples(self.folder(corpus), "test")
 
     def spread(self, corpus: str, metric: str) -> Spread:
-        """Those rows that a metric reads."""
+        """The test rows that a metric reads."""
         rows, count = self.test_rows(corpus), self.tier.probed if metric == "reconstruction" else self.tier.rows
         return Spread(rows, count or len(rows))
 
@@ -191,15 +191,15 @@ class Lab:
     def complete(
         self, model: Trained, wanted: Iterable[Measurement], keep_weights: bool = False, sharing: int = 1
     ) -> None:
-        """Train and measure what the record lacks, then remove the weights unless they are to be kept.
+        """Train and measure what the record lacks, then remove the weights unless `keep_weights`.
 
-        `sharing` is how many such processes use the device at the same time.
+        `sharing` is the number of such processes on the device.
         """
         wanted = list(wanted)
         if self.record(model).trained and not self.missing(model, wanted):
             return
         self._train(model, sharing)
-        missing = self.missing(model, wanted)  # all of it where weights had to be trained again
+        missing = self.missing(model, wanted)  # everything, if the model had to be trained again
         for conditions in dict.fromkeys(conditions for _, conditions in missing):
             self._measure(model, conditions, [metric for metric, when in missing if when == conditions])
         if not keep_weights and self.run(model).recipe.name == self.recipe(model).name:  # not of `elastic train`
@@ -207,7 +207,7 @@ class Lab:
             self.run.cache_clear()  # type: ignore[attr-defined]
 
     def _remove(self, folder: Path) -> None:
-        """Under another name first: what is half removed must not look like a finished run."""
+        """Rename first: a half-removed folder must not look like a finished run."""
         doomed = folder.with_name(f".removing-{folder.name}")
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -215,12 +215,12 @@ class Lab:
     def _train(self, model: Trained, sharing: int) -> None:
         run, record = self.run(model), self.record(model)
         if not run.finished:
-            # another machine than before an interruption only rounds differently, and the run says so
+            # resuming on another machine only changes rounding, and is on record
             begun = Resume(allowed=True, or_start=True, new_machine=True)
             before = self._sharing(sharing)
             result = train(run.recipe, self.folder(model.corpus), self.work, begun)
             record.add_training(result, run.measured(), (before + self._sharing(sharing)) / 2)
-            torch.compiler.reset()  # code compiled for one model would count against the limit of the next
+            torch.compiler.reset()  # else its compiled code counts against the recompilation limit of the next model
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -228,22 +228,22 @@ class Lab:
             record.add_training(run.content(), run.measured(), 1)
 
     def _sharing(self, planned: int) -> int:
-        """How many processes use the device just now, as the scheduler says."""
+        """How many processes use the device now, according to the scheduler."""
         running = self.work / "logs" / "running"
         return int(running.read_text() or planned) if planned > 1 and running.exists() else planned
 
     def _measure(self, model: Trained, conditions: Conditions, metrics: list[str]) -> None:
-        """Measure a trained model under one set of conditions, and keep the results."""
+        """Measure a trained model under one set of conditions, and record the results."""
         rows, run = self.test_rows(model.corpus), self.run(model)
         for group in (["reconstruction"], [metric for metric in metrics if metric != "reconstruction"]):
             if not set(group) & set(metrics):
                 continue
-            task = Task(
+            task = Evaluation(
                 model=load_model(str(run.folder)),
                 rows=self.spread(model.corpus, group[0]),
                 tokenizer=rows.tokenizer(),
                 conditions=conditions,
-                # memory erased at every block tells, within one model, what memory is worth
+                # P4 erases memory at every block: the gain from memory within one model
                 protocols=("P0", "P4") if conditions == Conditions() else ("P0",),
                 batch_size=self.tier.batch,
                 reference=self.reference or "",
@@ -255,7 +255,7 @@ class Lab:
             self.record(model).add(describe(run.folder.name, task, rows, with_progress(task, group)))
 
     def find_keys(self, corpus: str) -> None:
-        """Find LongPPL's key tokens of a corpus and keep them, so that measuring models finds them ready."""
+        """Find and keep LongPPL's key tokens of a corpus, before models are measured."""
         if self.reference:
             rows = self.test_rows(corpus)
             settings = Settings.scaled(rows.length)

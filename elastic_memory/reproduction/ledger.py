@@ -1,11 +1,11 @@
-"""The ledger: each claim of the paper's sections 3.2 to 3.7 as comparisons that code checks against our tables.
+"""The ledger: the claims of the paper's sections 3.2 to 3.7, checked against our tables.
 
-A comparison says that one number is below another. Numbers are compared by their logarithms, averaged over seeds.
-Between two models the interval of a difference comes from how far seeds of one model lie apart, pooled over all models
-that have several: Student's t, 95% for all comparisons of a claim together (Bonferroni), and undecided with fewer than
-three degrees of freedom. Between two readings of the same runs no seed is involved, and the interval is a bootstrap
-over documents, of two runs at least. A comparison is held if its interval is below zero, not held if it is above. A
-claim is held if all its comparisons are, and not held if one of them is not.
+A claim is a list of comparisons, each saying that one number is below another. Numbers are compared as logarithms,
+averaged over seeds. Between two models the interval of the difference comes from the variance between seeds, pooled
+over all models with several seeds: Student's t, 95% for all comparisons of a claim together (Bonferroni), undecided
+with fewer than three degrees of freedom. Between two readings of the same runs the interval is a bootstrap over
+documents, and needs two runs. A comparison holds if its interval is below zero, and does not if it is above. A claim
+holds if all its comparisons hold, and does not if one of them does not.
 """
 
 import math
@@ -18,20 +18,20 @@ from typing import Any
 
 import numpy as np
 
+from elastic_memory.common.files import write_json, write_text
+from elastic_memory.common.strict import read_json
 from elastic_memory.report.tables import Table
-from elastic_memory.training.files import write_json, write_text
-from elastic_memory.training.strict import read_json
 
 HELD, NOT_HELD, UNDECIDED, MISSING = "held", "not held", "undecided at this scale", "no numbers yet"
 INCOMPLETE = "numbers still missing"
-FREEDOM = 3  # fewer degrees of freedom say too little about what a seed is worth
+FREEDOM = 3  # the least degrees of freedom for an estimate of the variance between seeds
 
 Place = tuple[str, str, str]  # row, column and metric of a table
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper: `pairs` of places in one table, the first of which is to be lower."""
+    """A claim of the paper: `pairs` of places in one table, of which the first must be lower."""
 
     name: str
     section: str
@@ -42,12 +42,12 @@ class Claim:
 
 EXP, UNI = "Elastic Memory, exponential", "Elastic Memory, uniform"
 MAIN_OTHERS = ("Transformer++", "Mem. Transformer", "Infini-Transformer", "Melodi")
-CORPORA = ("books", "proofs", "edu")
+CORPUS_NAMES = ("books", "proofs", "edu")
 SIZES = ("1x", "2x", "4x", "8x", "16x")
 
 
 def _each(low: str, high: Iterable[str], columns: Iterable[str], metric: str) -> tuple[tuple[Place, Place], ...]:
-    """One row below each of others, in each of some columns."""
+    """The row `low` below each row of `high`, in each column."""
     return tuple(((low, column, metric), (other, column, metric)) for column in columns for other in high)
 
 
@@ -55,7 +55,7 @@ def _columns(names: Iterable[str], metric: str) -> list[str]:
     return [f"{{{name}}} {metric}" for name in names]
 
 
-MAIN_PPL, MAIN_LONG = _columns(CORPORA, "PPL"), _columns(CORPORA, "LongPPL")
+MAIN_PPL, MAIN_LONG = _columns(CORPUS_NAMES, "PPL"), _columns(CORPUS_NAMES, "LongPPL")
 MEMORY_PPL, MEMORY_LONG = ([f"{size} {metric}" for size in SIZES] for metric in ("PPL", "Long."))
 MODEL_PPL, MODEL_LONG = ([f"{size} {metric}" for size in SIZES[:3]] for metric in ("PPL", "LongPPL"))
 INJECTED = ("{books}", "{proofs}", "{edu}", *(f"memory {size}" for size in SIZES[1:]), "model 2x", "model 4x")
@@ -142,7 +142,7 @@ CLAIMS = (
 
 
 def judge(results: Path, tier: str) -> list[dict[str, Any]]:
-    """Every claim with its verdict and the numbers behind it, from the tables' JSON in a folder of results."""
+    """Every claim with its verdict and numbers, from the tables' JSON in a folder of results."""
     tables = {}
     for name in dict.fromkeys(claim.table for claim in CLAIMS):
         path = results / f"{name}-{tier}.json"
@@ -153,9 +153,9 @@ def judge(results: Path, tier: str) -> list[dict[str, Any]]:
 
 
 def seed_noise(cells: Iterable[dict[str, Any]]) -> dict[str, tuple[float, int]]:
-    """For each metric the standard deviation of its logarithm between seeds, and its degrees of freedom.
+    """For each metric the standard deviation of its logarithm between seeds, and the degrees of freedom.
 
-    Pooled over models that have several seeds, each once, as they were trained.
+    Pooled over all models with several seeds, measured as trained.
     """
     groups: dict[str, dict[tuple[str, ...], list[float]]] = {}
     for cell in cells:
@@ -179,7 +179,7 @@ def _plain(measured: Mapping[str, Any]) -> bool:
 
 
 def student(probability: float, freedom: int) -> float:
-    """The quantile of Student's t, by its expansion around the normal one; good to 1% from three degrees on."""
+    """The quantile of Student's t, by expansion around the normal one; within 1% from three degrees of freedom on."""
     z = statistics.NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -229,7 +229,7 @@ def _compare(
     other: Place,
     noise: Mapping[str, tuple[float, float]],
 ) -> dict[str, Any]:
-    """One comparison: the relative difference, its interval, and what follows."""
+    """One comparison: the relative difference, its interval, and the verdict."""
     metric = place[2]
     ours, theirs = (_logs(cell, metric) if cell else [] for cell in (low, high))
     entry: dict[str, Any] = {"lower": " | ".join(place[:2]), "than": " | ".join(other[:2]), "metric": metric}
@@ -259,7 +259,7 @@ def _compare(
 
 
 def _paired(low: dict[str, Any], high: dict[str, Any], metric: str, draws: int = 1000) -> list[float]:
-    """95% of the difference between two readings of the same runs, documents drawn with replacement."""
+    """The 95% bootstrap interval over documents of the difference between two readings of the same runs."""
     sums = []
     for cell in (low, high):
         documents = [run["measured"][metric]["by_document"] for run in _having(cell, metric)]
@@ -271,7 +271,7 @@ def _paired(low: dict[str, Any], high: dict[str, Any], metric: str, draws: int =
 
 
 def summary(judged: list[dict[str, Any]], tier: str) -> Table:
-    """The ledger as a table: a line a claim."""
+    """The ledger as a table, one line per claim."""
     rows = []
     for entry in judged:
         verdicts = [one["verdict"] for one in entry["comparisons"]]

@@ -1,4 +1,4 @@
-"""What is still to do for some tables, in which order, and how long it takes."""
+"""What is still to do for the tables, in which order, and how long it takes."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,14 +10,14 @@ from elastic_memory.reproduction.scheduler import Task
 from elastic_memory.reproduction.tables import experiments, wanted
 from elastic_memory.reproduction.worker import Job
 from elastic_memory.training.build import build_config, flops_per_token
-from elastic_memory.training.recipe import Recipe, convert
+from elastic_memory.training.recipe import Recipe
 
-MEASURING = 150.0  # seconds that are allowed for what is measured after training
+MEASURING = 150.0  # seconds allowed for measuring a model after training
 
 
 @dataclass(frozen=True)
 class Todo:
-    """A model that is not trained, or not measured in full; `seconds` of a device that it has for itself."""
+    """A model that is not trained or not fully measured, and the `seconds` that it takes alone on a device."""
 
     model: Trained
     name: str
@@ -25,7 +25,7 @@ class Todo:
 
 
 def to_do(lab: Lab, tables: Sequence[Experiment], seeds: int | None = None) -> list[Todo]:
-    """All models of some tables whose records are not complete, the most important first."""
+    """All models of some tables with incomplete records, most important first."""
     models = dict.fromkeys(model for experiment in tables for model in experiment.models(lab, seeds))
     speeds = measured_speeds(lab)
     found = []
@@ -38,13 +38,13 @@ def to_do(lab: Lab, tables: Sequence[Experiment], seeds: int | None = None) -> l
 
 
 def measured_speeds(lab: Lab) -> list[tuple[Recipe, float]]:
-    """Recipes of finished runs on accelerators, and the seconds of a whole device that each took."""
+    """Recipes of finished runs on accelerators, and the seconds that each would take alone on a device."""
     found = []
     for model in dict.fromkeys(model for experiment in _tables(lab) for model in experiment.models(lab)):
         trained = lab.record(model).trained
         if trained and trained["machine"]["device"] != "cpu":
             cost = trained["cost"]
-            recipe = convert(trained["recipe"], Recipe, "record", "")
+            recipe = Recipe.parse(trained["recipe"], "record")
             found.append((recipe, cost["seconds"] / cost["processes_on_device"]))
     return found
 
@@ -54,7 +54,7 @@ def _tables(lab: Lab) -> list[Experiment]:
 
 
 def estimate(recipe: Recipe, speeds: Sequence[tuple[Recipe, float]]) -> float | None:
-    """Seconds of a whole device: those of the measured run with the same memory that is nearest in work, scaled."""
+    """Seconds alone on a device: scaled from the measured run with the same memory and the nearest work."""
     alike = [(other, seconds) for other, seconds in speeds if other.model.memory == recipe.model.memory]
     if not alike:
         return None
@@ -68,7 +68,7 @@ def _work(recipe: Recipe) -> float:
 
 
 def tasks(lab: Lab, todo: Sequence[Todo], parallel: int, keep_weights: bool) -> list[Task]:
-    """The processes that do it: first key tokens, which every model of a corpus needs, then the models."""
+    """The processes to run: for each corpus first its key tokens, then its models."""
     common: dict[str, Any] = {"tier": lab.name, "out": str(lab.out), "reference": lab.reference}
     common["data"] = str(lab.data) if lab.data else None
     missing = {
@@ -87,7 +87,7 @@ def tasks(lab: Lab, todo: Sequence[Todo], parallel: int, keep_weights: bool) -> 
 
 
 def status(lab: Lab) -> tuple[list[list[str]], str]:
-    """For each table: numbers, how many are missing, runs they need, runs that more seeds need, minutes of a GPU."""
+    """For each table: numbers, how many are missing, runs for these, runs for more seeds, GPU minutes."""
     rows, counted, unknown = [], set(), False
     for experiment in _tables(lab):
         cells = [cell for *_, cell, _ in experiment.cells() if cell.measurements]

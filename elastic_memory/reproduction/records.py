@@ -1,20 +1,19 @@
-"""One small JSON file a run: what was trained, on what, and every measurement. Tables are made of these files alone.
+"""One small JSON file per run: the result of training and every measurement. Tables are made from these files alone.
 
-A run counts as trained once its record holds the result of training, and as measured once it holds the measurement,
-whether or not its weights still exist.
+A run is trained or measured if its record says so, whether or not its weights still exist.
 """
 
 from pathlib import Path
 from typing import Any
 
-from elastic_memory.training.files import write_json
-from elastic_memory.training.strict import read_json
+from elastic_memory.common.files import write_json
+from elastic_memory.common.strict import read_json
 
-CURVE = 100  # points of the loss curve that a record keeps
+CURVE = 100  # points of the loss curve in a record
 
 
 class Record:
-    """The record of one run; it is written anew, whole, after each step forward."""
+    """The record of one run, written after every change."""
 
     def __init__(self, path: Path, facts: dict[str, Any]):
         self.path = path
@@ -26,7 +25,7 @@ class Record:
         try:
             found = read_json(self.path)
         except ValueError as error:
-            raise ValueError(f"{error}: remove it, and the run is made again") from None
+            raise ValueError(f"{error}: remove it, and repeat the command") from None
         held = {key: found.get(key) for key in facts} if isinstance(found, dict) else {}
         if held != facts or not {"trained", "measured"} <= found.keys():
             raise ValueError(f"{self.path} is the record of another run: move it, or choose another --out")
@@ -38,7 +37,7 @@ class Record:
         return self.content["trained"]
 
     def add_training(self, result: dict[str, Any], lines: list[dict[str, Any]], sharing: float) -> None:
-        """Keep the result of training; what was measured of earlier weights goes."""
+        """Add the result of training; drops measurements of earlier weights."""
         stride = max(1, len(lines) // CURVE)
         curve = [[line["step"], round(float(line["loss"]), 4)] for line in lines[stride - 1 :: stride]]
         batch = result["recipe"]["training"]["batch_tokens"]
@@ -56,7 +55,7 @@ class Record:
         return None
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Keep a measurement."""
+        """Add a measurement."""
         self.content["measured"].append(entry)
         self._write()
 

@@ -1,7 +1,7 @@
-"""Several jobs side by side on one device, the most important first, until all are done or time is over.
+"""Several processes on one device, most important first, until all are done or time is up.
 
-While one process compiles or measures, the others use the GPU. Each job is a process of its own:
-when time is over it gets SIGTERM, saves a checkpoint and ends, and the next call continues from there.
+While one process compiles or measures, the others use the GPU. When time is up, running processes get SIGTERM and save
+a checkpoint, from which the next call resumes.
 """
 
 import signal
@@ -14,7 +14,7 @@ from typing import IO
 
 from elastic_memory.training.session import tell
 
-GRACE = 60.0  # seconds to save a checkpoint in
+GRACE = 60.0  # seconds to save a checkpoint
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -23,7 +23,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 @dataclass
 class Task:
-    """A command, and about how long it takes (None: unknown)."""
+    """A command, and its expected seconds (None: unknown)."""
 
     name: str
     command: list[str]
@@ -34,7 +34,7 @@ class Task:
 
 
 class Scheduler:
-    """Runs tasks; `failed` and `left` say afterwards what did not work and what there was no time for."""
+    """Runs tasks; afterwards `failed` and `left` list those that failed and those without time."""
 
     def __init__(self, tasks: Sequence[Task], parallel: int, logs: Path, seconds: float | None = None):
         self.waiting, self.parallel, self.logs = list(tasks), parallel, logs
@@ -46,7 +46,7 @@ class Scheduler:
         self.total = len(self.waiting)
 
     def run(self) -> None:
-        """Until everything is done or time is over. However this ends, no process stays behind."""
+        """Run until everything is done or time is up; leaves no process behind."""
         self.logs.mkdir(parents=True, exist_ok=True)
         ended = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
         handlers = {number: signal.signal(number, _interrupt) for number in ended}
@@ -58,11 +58,11 @@ class Scheduler:
                 time.sleep(0.2)
                 self._collect()
                 if self.limit is not None and time.monotonic() > self.limit:
-                    tell("time is over: running jobs save what they have")
+                    tell("time is up: running jobs save a checkpoint")
                     break
         finally:
             for number in ended:
-                signal.signal(number, signal.SIG_IGN)  # what runs is being ended already
+                signal.signal(number, signal.SIG_IGN)  # processes are already being stopped
             self._collect()
             self._stop()
             self.left += [task.name for task in self.waiting]
@@ -72,13 +72,13 @@ class Scheduler:
     def _start(self) -> None:
         fitting = [task for task in self.waiting if self._fits(task)]
         if not fitting and not self.running and not self.done and not self.failed:
-            fitting = self.waiting[:1]  # it saves a checkpoint in time, and the next call continues
+            fitting = self.waiting[:1]  # it will save a checkpoint, and the next call resumes
         for task in fitting:
             if len(self.running) >= self.parallel:
                 return
             self.waiting.remove(task)
             task.log, task.begun = (self.logs / f"{task.name}.log").open("ab"), time.monotonic()
-            # a group of its own: Ctrl-C reaches this process alone, which then ends the others in order
+            # its own process group: Ctrl-C reaches only this process, which then stops the others
             task.process = subprocess.Popen(
                 task.command,
                 stdout=task.log,
@@ -91,7 +91,7 @@ class Scheduler:
             tell(f"started {task.name} ({len(self.done)} of {self.total} done)")
 
     def _fits(self, task: Task) -> bool:
-        """Whether it is expected to end in time; what is unknown is tried."""
+        """Whether it should end in time; tasks of unknown duration are tried."""
         return self.limit is None or task.seconds is None or time.monotonic() + task.seconds < self.limit
 
     def _collect(self) -> None:
@@ -112,7 +112,7 @@ class Scheduler:
                 tell(f"failed {task.name} (exit {code}): {self._last_line(task)}")
 
     def _count(self) -> None:
-        """For the jobs, which record how many share the device."""
+        """Tell the jobs how many share the device; they record it."""
         (self.logs / "running").write_text(str(len(self.running)))
 
     def _last_line(self, task: Task) -> str:

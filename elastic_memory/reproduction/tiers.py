@@ -1,28 +1,30 @@
-"""How large the tables of a tier are: what its recipes, in `elastic_memory/recipes/<tier>`, do not say."""
+"""Sizes of models, data and evaluations by tier; its recipes are in `elastic_memory/recipes/<tier>`."""
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from elastic_memory.common.defaults import LONGPPL_REFERENCE
 
 TITLES = {"pg19": "PG-19", "proof-pile": "Proof-Pile", "fineweb-edu": "FineWeb-Edu"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """One size of everything."""
+    """One scale at which all tables can be reproduced."""
 
     recipe: dict[str, Any] = field(default_factory=dict)  # keys to change in every recipe
-    sizes: dict[str, dict[str, Any]]  # keys that make a model of twice and of four times the parameters
-    corpora: dict[str, str]  # which folder of --data stands for books, proofs and edu
+    sizes: dict[str, dict[str, Any]]  # keys for models of 1, 2 and 4 times the parameters
+    corpora: dict[str, str]  # which folder of --data is used for books, proofs and edu
     seeds: tuple[int, ...]
-    rows: int | None  # of the test split, spread over it; None: all
-    probed: int  # the same for reconstruction, which takes long
+    rows: int | None  # of the test split, evenly spread; None: all
+    probed: int  # the same for reconstruction, which is slow
     batch: int  # rows evaluated at a time
     reference: str | None = None  # the model that finds LongPPL's key tokens, unless another is given
-    text: str | None = None  # a corpus to prepare, as bytes, where no data are given
+    text: str | None = None  # a corpus that is prepared as bytes if --data is not given
     caution: str = ""
 
     def title(self, corpus: str) -> str:
-        """A corpus as a table's heading names it."""
+        """The name of a corpus in table headings."""
         return TITLES.get(self.corpora[corpus], self.corpora[corpus])
 
 
@@ -64,6 +66,6 @@ TIERS = {
         rows=None,
         probed=4,
         batch=4,
-        reference="meta-llama/Llama-3.1-8B",
+        reference=LONGPPL_REFERENCE,
     ),
 }

@@ -1,6 +1,6 @@
-"""One job of `elastic reproduce --parallel`: `python -m elastic_memory.reproduction.worker JOB`, its own process.
+"""One process of `elastic reproduce --parallel`: `python -m elastic_memory.reproduction.worker JOB`.
 
-JOB is the JSON of a `Job`: a model to train and measure, or a corpus whose key tokens are to be found.
+JOB is the JSON of a `Job`: a model to train and measure, or a corpus whose key tokens to find.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ class Job:
 def main(text: str) -> None:
     """Do the job."""
     if sys.platform == "linux":
-        # if the scheduler is killed outright, this process ends too, in order
+        # if the scheduler is killed, this process gets SIGTERM
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
     from elastic_memory.reproduction.lab import Lab, Trained

@@ -1,7 +1,7 @@
 """From a recipe to a trained model: `train(load_recipe("recipes/smoke/elastic.yaml"), data, out)`.
 
-`session` makes attempts until the last step is done; `trainer` is transformers' Trainer, made certain of what `order`,
-`spikes` and `checkpoints` say.
+`session` runs attempts until the last step is done. `trainer` is transformers' Trainer with our order of samples
+(`order`), rules for bad steps (`spikes`) and checkpoints (`checkpoints`).
 """
 
 from elastic_memory.training.recipe import Recipe, load_recipe, variants

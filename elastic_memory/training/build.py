@@ -1,4 +1,4 @@
-"""From a recipe to a model, and what one token through it costs."""
+"""From a recipe to a model, and the cost of one token."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 import elastic_memory as em
 from elastic_memory.training.recipe import Recipe
 
-SIZES = {
+LARGEST = {
     "num_hidden_layers": 10_000, "hidden_size": 1_000_000, "intermediate_size": 10_000_000, "vocab_size": 100_000_000,
     "num_attention_heads": 100_000, "num_key_value_heads": 100_000, "head_dim": 100_000, "block_size": 100_000_000,
     "memory_order": 100_000, "memory_points": 100_000, "max_position_embeddings": 10**12,
@@ -17,13 +17,13 @@ SIZES = {
 
 
 def build_config(recipe: Recipe) -> Any:
-    """The model's configuration; unknown or unfit fields are refused by the configuration itself."""
+    """The model's configuration, which itself refuses unknown or invalid fields."""
     model = recipe.model
     fields = dict(model.config)
     for key in fields:
         if key.startswith("_") or key.endswith("_implementation"):
-            raise ValueError(f"model.config.{key}: not a setting of the model; leave it out")
-        _check_size(f"model.config.{key}", fields[key], SIZES.get(key))
+            raise ValueError(f"model.config.{key}: not a setting of the model: leave it out")
+        _check_size(f"model.config.{key}", fields[key], LARGEST.get(key))
     _check_size("model.memory_multiple", model.memory_multiple, 1000)
     if model.sampling is not None:
         fields["sampling"] = model.sampling
@@ -35,7 +35,7 @@ def build_config(recipe: Recipe) -> Any:
         )
     except (StrictDataclassError, ArithmeticError, AttributeError) as error:
         raise ValueError(f"model.config: {str(error).strip().splitlines()[-1].strip()}") from None
-    _check_size("memory_order, which follows from memory_multiple", config.memory_order, SIZES["memory_order"])
+    _check_size("memory_order, which follows from memory_multiple", config.memory_order, LARGEST["memory_order"])
     return config
 
 
@@ -54,7 +54,7 @@ def build_model(recipe: Recipe) -> Any:
 
 
 def count_parameters(config: Any) -> int:
-    """Trainable numbers of a model, without making one and without the zeros that `pad_heads` adds."""
+    """Trainable parameters of a model, without building it and without the padding of `pad_heads`."""
     plain = type(config).from_dict(config.to_dict() | {"pad_heads": False})
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in em.MemoryLlamaForCausalLM(plain).parameters())
@@ -63,7 +63,7 @@ def count_parameters(config: Any) -> int:
 def flops_per_token(config: Any, length: int) -> float:
     """Floating-point operations of one token, forward and backward: matrix products and causal local attention.
 
-    The memory's own work is left out, so that one figure divides every mechanism's time.
+    The memory's own work is not counted, so that utilisation compares between memories.
     """
     width = config.num_attention_heads * config.head_dim
     layer = 4 * config.hidden_size * width + 3 * config.hidden_size * config.intermediate_size
@@ -76,5 +76,5 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A
 
 
 def peak_flops(device: str) -> float | None:
-    """Dense bf16 peak of an accelerator by its name, from the maker's data sheet; None where we have none."""
+    """Dense bf16 peak of an accelerator, by name, from its data sheet; None if unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)

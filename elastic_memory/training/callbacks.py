@@ -1,4 +1,4 @@
-"""When to save and stop, and what the user sees meanwhile."""
+"""When to save, when to stop, and the progress bar."""
 
 import gc
 import sys
@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from elastic_memory.training.interrupts import Interrupts
@@ -19,7 +18,7 @@ console = Console(stderr=True, soft_wrap=True)
 
 
 class SaveAndStop(TrainerCallback):
-    """Saves every `save_every` steps, at the end and when interrupted; never in the middle of failing steps."""
+    """Saves every `save_every` steps, at the end and when interrupted; never between bad steps."""
 
     def __init__(self, recipe: Recipe, interrupts: Interrupts, watch: Watch) -> None:
         self.every, self.interrupts, self.watch = recipe.execution.save_every, interrupts, watch
@@ -28,7 +27,7 @@ class SaveAndStop(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
-        """Decide after each step; all processes decide alike."""
+        """Decide after each step; all processes decide the same."""
         last = state.global_step >= state.max_steps
         self.due = self.due or state.global_step % self.every == 0
         control.should_save = self.interrupts.agreed or last or (self.due and not self.watch.bad_in_a_row)
@@ -37,26 +36,26 @@ class SaveAndStop(TrainerCallback):
             self.due = False
             gc.collect()
         if gc.isenabled():
-            # the collector's pauses are longer than a step; what a step makes is freed by reference counts
+            # garbage collection takes longer than a step; reference counts free what a step allocates
             gc.collect()
             gc.freeze()
             gc.disable()
         return control
 
 
-class Progress(TrainerCallback):
-    """Loss, speed and time left: a bar on a terminal, a line a minute in a log."""
+class ProgressBar(TrainerCallback):
+    """Loss, speed and time left: a bar on a terminal, one line per minute in a log."""
 
     def __init__(self, run: Run, steps: int) -> None:
         self.name, self.steps = run.folder.name, steps
-        self.bar: Bar | None = None
+        self.bar: Progress | None = None
         self.told = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Open the bar, on the main process."""
         if state.is_world_process_zero and console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Bar(*columns, console=console)
+            self.bar = Progress(*columns, console=console)
             self.task = self.bar.add_task(self.name, total=self.steps, completed=state.global_step)
             self.bar.start()
 

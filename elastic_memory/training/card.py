@@ -1,4 +1,4 @@
-"""The model card: what this model is, how it was made, how to use it."""
+"""The model card: what the model is, how it was trained, how to use it."""
 
 from typing import Any
 

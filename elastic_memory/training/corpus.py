@@ -1,4 +1,4 @@
-"""Prepared rows as training sees them: what names them, and whether they fit the model."""
+"""Prepared rows for training: their hash, and whether they fit the recipe."""
 
 import hashlib
 
@@ -13,15 +13,15 @@ def data_hash(rows: Samples) -> str:
 
 
 def tokenizer_sha256(rows: Samples) -> str:
-    """The hash of what the rows' tokenizer does."""
+    """The hash of the rows' tokenizer."""
     return rows.manifest["tokenizer"]["sha256"]
 
 
 def fit(recipe: Recipe, rows: Samples) -> Recipe:
-    """The recipe with the data's vocabulary filled in where it names none; what does not fit is refused."""
+    """The recipe with the vocabulary size of the data filled in; refuses rows that do not fit the recipe."""
     if rows.length != recipe.training.length:
         raise ValueError(
-            f"the rows hold {rows.length:,} tokens, training.length is {recipe.training.length:,}: "
+            f"the rows have {rows.length:,} tokens, training.length is {recipe.training.length:,}: "
             f"prepare with --length {recipe.training.length}, or --set training.length={rows.length}"
         )
     if "vocab_size" not in recipe.model.config:
@@ -29,13 +29,13 @@ def fit(recipe: Recipe, rows: Samples) -> Recipe:
     vocabulary, name = build_config(recipe).vocab_size, rows.manifest["tokenizer"]["name"]
     if vocabulary != rows.vocab_size:
         raise ValueError(
-            f"the data's tokenizer ({name}) has {rows.vocab_size:,} tokens, the model {vocabulary:,}: they do not fit; "
-            "prepare with the model's tokenizer"
+            f"the data's tokenizer ({name}) has {rows.vocab_size:,} tokens, the model {vocabulary:,}: prepare with "
+            "the model's tokenizer"
         )
-    tokenizer = rows.tokenizer()  # it goes with the model: it must be the one that made the rows
+    tokenizer = rows.tokenizer()  # it is saved with the model, so it must be the one that made the rows
     if recipe.tokenizer and not tokenizer.known_as(recipe.tokenizer):
         raise ValueError(
             f"the data's tokenizer ({name}) is {tokenizer.sha256[:12]}, the recipe is for {recipe.tokenizer}: "
-            "prepare with that one, or --set tokenizer=null to train with any of this size"
+            "prepare with that one, or --set tokenizer=null to accept any of this size"
         )
     return recipe

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run at the next step, with a checkpoint; a second one, a moment later, ends it at once."""
+"""SIGTERM and Ctrl-C stop a run after the current step, with a checkpoint; a second signal stops it at once."""
 
 import os
 import signal
@@ -8,11 +8,11 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PAUSE = 1.0  # launchers pass a signal on that the terminal has already delivered: those are one
+PAUSE = 1.0  # seconds; a launcher repeats the signal that the terminal already delivered: both count as one
 
 
 class Interrupts:
-    """A context in which signals are noted (`pending`) instead of ending the process."""
+    """A context that records signals (`pending`) instead of ending the process."""
 
     def __init__(self) -> None:
         self.pending = 0
@@ -21,7 +21,7 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """As a shell would report it: 143 after SIGTERM, 130 after Ctrl-C."""
+        """The shell's convention: 143 after SIGTERM, 130 after Ctrl-C."""
         return 128 + (self.pending or signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Whether a run can take place here, asked before a file is written or memory is taken."""
+"""Whether this machine can run a recipe, checked before any file is written or memory allocated."""
 
 import os
 from typing import Any
@@ -11,12 +11,12 @@ import elastic_memory as em
 from elastic_memory.training.build import build_config
 from elastic_memory.training.recipe import Recipe
 
-MOST_SAMPLES = 200_000_000  # their order is one list
-STATE = 16  # bytes of float32 weights, gradients and two moments
+MOST_SAMPLES = 200_000_000  # their order is kept in memory
+STATE = 16  # bytes per parameter: float32 weight, gradient and two optimizer moments
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse too many samples, a model that cannot be built or does not fit, and reports to what is not installed."""
+    """Refuse too many samples, a model that cannot be built or does not fit, and trackers that are not installed."""
     installed = get_available_reporting_integrations()
     for name in recipe.execution.report_to:
         if name not in installed:
@@ -26,7 +26,7 @@ def check(recipe: Recipe) -> None:
     if training.steps * training.batch > MOST_SAMPLES:
         raise ValueError(
             f"training.tokens: {training.tokens:,} are {training.steps * training.batch:,} samples of "
-            f"{training.length:,} tokens, at most {MOST_SAMPLES:,} can be put in order: make samples longer"
+            f"{training.length:,} tokens, at most {MOST_SAMPLES:,} are possible: use longer samples"
         )
     config = build_config(recipe)
     if config.num_attention_heads % config.num_key_value_heads:
@@ -39,11 +39,11 @@ def check(recipe: Recipe) -> None:
         with torch.device("meta"):
             em.MemoryLlamaForCausalLM(config)
     except (LookupError, TypeError, AttributeError, AssertionError, RuntimeError, StrictDataclassError) as error:
-        raise ValueError(f"model: it cannot be built ({type(error).__name__}: {_first_line(error)})") from None
+        raise ValueError(f"model: cannot be built ({type(error).__name__}: {_first_line(error)})") from None
 
 
 def _fits(config: Any, device: str) -> None:
-    """Compare what weights and optimizer need with what all devices have, by arithmetic alone."""
+    """Refuse a model whose weights and optimizer state exceed the memory of all devices."""
     width = config.num_attention_heads * config.head_dim
     layer = config.hidden_size * (2 * width + 3 * config.intermediate_size)
     needed = STATE * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
@@ -54,8 +54,8 @@ def _fits(config: Any, device: str) -> None:
     there = each * int(os.environ.get("WORLD_SIZE", "1"))
     if needed > there:
         raise ValueError(
-            f"model: weights and optimizer need {needed / 1e9:,.0f} GB or more, there are {there / 1e9:,.0f}: choose a "
-            "smaller model or more devices"
+            f"model: weights and optimizer need {needed / 1e9:,.0f} GB or more, {there / 1e9:,.0f} GB are available: "
+            "choose a smaller model or more devices"
         )
 
 

@@ -1,4 +1,4 @@
-"""Logs of JSON lines, each with a checksum: a line that a crash cut off is dropped, a damaged one is an error."""
+"""JSON-lines logs with a checksum per line: a line cut off by a crash is dropped, a damaged one is an error."""
 
 import hashlib
 import json
@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from elastic_memory.training.files import write_bytes
-from elastic_memory.training.strict import parse_json
+from elastic_memory.common.files import write_bytes
+from elastic_memory.common.strict import parse_json
 
 SUM = b', "sum": "'
 
@@ -20,26 +20,26 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def read(path: Path, first: int | None = None) -> list[dict[str, Any]]:
-    """The lines of a log, or only the first ones; ValueError names one that is not as it was written."""
+    """The lines of a log, or only the first ones; a ValueError names a damaged line."""
     found = []
     for number, text in enumerate(_lines(path)[:first], 1):
         if not _is_whole(text):
-            raise ValueError(f"{path} line {number} is not as it was written: put the file back as it was")
+            raise ValueError(f"{path} line {number} is damaged: restore the file from a copy")
         found.append(parse_json(text.decode(), path.name))
     return found
 
 
 def mend(path: Path) -> None:
-    """Remove the line that a crash cut off, or give it its end where nothing else is missing."""
+    """Remove a last line that a crash cut off; one that lacks only its newline gets it."""
     whole, newline, rest = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
-    # the last line's end itself may have been damaged: then the line before it is whole
+    # the newline itself may be damaged: then the rest of the line is complete
     kept = next((text + b"\n" for text in (rest, rest[:-1]) if _is_whole(text)), b"")
     if rest:
         write_bytes(path, whole + newline + kept)
 
 
 def cut(path: Path, lines: int) -> None:
-    """Keep only the first lines of a log."""
+    """Keep only the first `lines` lines of a log."""
     write_bytes(path, b"".join(text + b"\n" for text in _lines(path)[:lines]))
 
 
@@ -57,5 +57,5 @@ def _sum_of(body: bytes) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no NaN: non-finite numbers become the words that `float` reads back."""
+    """JSON has no NaN: non-finite numbers become strings that `float` reads back."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What is measured in a step: loss, speed, and how open the memories' gates are."""
+"""The metrics of a training step: loss, speed, and the mean of the memories' gates."""
 
 import time
 from typing import Any
@@ -15,18 +15,18 @@ from elastic_memory.training.recipe import Recipe
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's name, or the kind of processor."""
+    """The accelerator's name, or the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def whole(value: Tensor) -> Tensor:
-    """A tensor that FSDP may have spread over the processes, put together; all of them must ask."""
+    """The full tensor where FSDP has sharded it; all processes must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @torch.no_grad()
 def memory_norms(model: Any, sample: Int[Tensor, "1 token"]) -> dict[str, float]:
-    """Root mean square of each memory's state after it has read a sample."""
+    """Root mean square of each layer's memory state after reading a sample."""
     cache, training = em.MemoryCache(model), model.training
     model.eval()
     model(sample, past_key_values=cache, logits_to_keep=1)
@@ -39,7 +39,7 @@ def memory_norms(model: Any, sample: Int[Tensor, "1 token"]) -> dict[str, float]
 
 
 class Measures:
-    """Collects one step's numbers."""
+    """Collects the metrics of one step."""
 
     def __init__(self, model: Any, recipe: Recipe, args: TrainingArguments) -> None:
         self.recipe = recipe
@@ -52,7 +52,7 @@ class Measures:
         self.last = time.perf_counter()
 
     def line(self, step: int) -> dict[str, Any]:
-        """The numbers of the step that has just ended."""
+        """The metrics of the step that has just ended."""
         seconds, self.last = time.perf_counter() - self.last, time.perf_counter()
         speed = self.recipe.training.batch_tokens / seconds
         line = {

@@ -1,7 +1,7 @@
-"""Which sample is seen when: one list for the whole run, the same for every model and any number of devices.
+"""The order of samples: one list for the whole run, the same for every model and any number of devices.
 
-Step s takes samples s*batch .. (s+1)*batch-1 of the list, however they are spread over devices and micro-batches;
-to resume at step s is to start reading there.
+Step s takes samples s*batch .. (s+1)*batch-1 of the list, however devices and micro-batches divide them. A run
+resumed at step s starts reading there.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class Schedule(Dataset):
 
 
 def sample_order(rows: int, samples: int, seed: int, most: int | None = None) -> np.ndarray:
-    """Row numbers in the order of training, `samples` of them, out of at most so many rows spread over all."""
+    """`samples` row numbers in training order; with `most`, only that many rows, spread over all, are used."""
     used = rows if most is None else min(rows, max(1, most))
     epochs = -(-samples // used)
     shuffled = [np.random.default_rng([seed, epoch]).permutation(used) for epoch in range(epochs)]
@@ -46,14 +46,14 @@ def sample_order(rows: int, samples: int, seed: int, most: int | None = None) ->
 
 
 class Collate:
-    """Stacks rows to a batch, refusing tokens the model does not know."""
+    """Stacks rows into a batch; refuses tokens outside the vocabulary."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
 
     def __call__(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Inputs, labels and row numbers of some samples."""
-        # numpy: torch would wake all its threads for this little, and wait for those that are busy elsewhere
+        # numpy: torch would start all its threads for so little work, and wait for busy ones
         stacked = np.stack([item["input_ids"].numpy() for item in items])
         for item, least, most in zip(items, stacked.min(axis=1), stacked.max(axis=1), strict=True):
             if least < 0 or most >= self.vocabulary:
@@ -63,14 +63,14 @@ class Collate:
 
 
 class ReadAhead(Dataset):
-    """The micro-batches of a schedule, made by a thread of their own while earlier ones are trained on.
+    """The micro-batches of a schedule, built in a background thread during training.
 
-    A process that asks for one gets those `stride` samples further on next; `ahead` of them are kept ready.
+    A process reads every `stride`-th sample position; `ahead` micro-batches are kept ready.
     """
 
     def __init__(self, schedule: Schedule, collate: Collate, stride: int, ahead: int) -> None:
         self.schedule, self.collate, self.stride, self.ahead = schedule, collate, stride, ahead
-        # a thread and not a process: that would inherit the run's lock and outlive a kill
+        # not a process, which would inherit the run's lock and survive a kill
         self.reader = ThreadPoolExecutor(1, "read-ahead")
         self.begun: dict[int, Future] = {}
 
@@ -78,7 +78,7 @@ class ReadAhead(Dataset):
         return len(self.schedule)
 
     def __getitems__(self, positions: list[int]) -> dict[str, Any]:
-        """The batch of these positions, usually waiting already; those after it are begun."""
+        """The batch of these positions; starts building the next ones."""
         first, size = positions[0], len(positions)
         end = min(first + self.stride * self.ahead + 1, len(self) - size + 1)
         for start in range(first, end, self.stride):
@@ -90,5 +90,5 @@ class ReadAhead(Dataset):
         return self.collate([self.schedule[position] for position in range(start, start + size)])
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self.reader.shutdown(wait=False, cancel_futures=True)

@@ -1,18 +1,18 @@
-"""What a run will need before it is started: memory by arithmetic, time and cost from measured throughput."""
+"""What a run will need: memory by arithmetic, time and cost from measured throughput."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_memory.common.strict import read_json
 from elastic_memory.training.build import build_config, count_parameters, flops_per_token
-from elastic_memory.training.recipe import Recipe, convert
-from elastic_memory.training.strict import read_json
+from elastic_memory.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The speed of a finished run: what it trained, on what, and how fast each device was."""
+    """The speed of a finished run: its recipe, its device, and tokens per second of each device."""
 
     recipe: Recipe
     device: str
@@ -20,18 +20,18 @@ class Measured:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What makes two models equally good at using a device: memory and local attention."""
+        """Models of the same kind use a device equally well: same memory, same local attention."""
         return self.recipe.model.memory, build_config(self.recipe).local_attention
 
     @property
     def work(self) -> float:
-        """Floating-point operations a second."""
+        """Floating-point operations per second."""
         return self.tokens_per_second * flops_per_token(build_config(self.recipe), self.recipe.training.length)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run's needs; `hours` and `cost` are None while nothing like it was ever measured."""
+    """What one run needs; `hours` and `cost` are None if no run of its kind was measured."""
 
     recipe: Recipe
     parameters: int
@@ -43,9 +43,9 @@ class Plan:
 
 
 def measurements(folder: Path) -> list[Measured]:
-    """All results of training below a folder that were measured on an accelerator.
+    """All training results in a folder that were measured on an accelerator.
 
-    Of processes that shared a device, as records of `elastic reproduce` say, each counts as many times.
+    Where several processes shared a device, as records of `elastic reproduce` say, each gets the speed of all of them.
     """
     found = []
     for path in sorted(folder.rglob("*.json")):
@@ -57,7 +57,7 @@ def measurements(folder: Path) -> list[Measured]:
         if isinstance(result, dict) and {"recipe", "tokens_per_second", "machine"} <= result.keys():
             machine = result["machine"]
             if machine["device"] != "cpu":
-                recipe = convert(result["recipe"], Recipe, path.name, "")
+                recipe = Recipe.parse(result["recipe"], path.name)
                 found.append(Measured(recipe, machine["device"], result["tokens_per_second"] / machine["processes"]))
     return found
 
@@ -65,8 +65,8 @@ def measurements(folder: Path) -> list[Measured]:
 def make_plan(recipe: Recipe, measured: Iterable[Measured], devices: int, price: float) -> Plan:
     """Plan one run on `devices` devices at `price` per device and hour.
 
-    Speed is that of the measured run with the same memory that is nearest in work per token, scaled by that work, and
-    devices are taken to add up. Both are stated in `source`.
+    Speed is that of the measured run of the same kind with the nearest operations per token, scaled by these, and is
+    assumed to grow linearly with the number of devices. `source` names that run.
     """
     config = build_config(recipe)
     work = flops_per_token(config, recipe.training.length)
@@ -92,7 +92,7 @@ def make_plan(recipe: Recipe, measured: Iterable[Measured], devices: int, price:
 def gigabytes(recipe: Recipe, config: Any, parameters: int) -> float:
     """Device memory without sharding: float32 weights, gradients and two moments; activations of one micro-batch.
 
-    A layer keeps about eight tensors of its width and three of its MLP's for the backward pass, in bf16.
+    A layer keeps about eight tensors of its width and three of its MLP's width for the backward pass.
     """
     tokens = recipe.execution.micro_batch * recipe.training.length
     size = 2 if recipe.training.precision == "bf16" else 4

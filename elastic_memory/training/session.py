@@ -1,4 +1,4 @@
-"""`train`: one run from its recipe to its result, through interruptions, bad steps and lost machines."""
+"""`train`: one run from recipe to result, through interruptions, bad steps and changes of machine."""
 
 import errno
 import gc
@@ -17,23 +17,23 @@ from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import should_reduce_batch_size
 from safetensors import SafetensorError
 
+from elastic_memory.common.checksums import IncompleteError, write_manifest
+from elastic_memory.common.environment import environment, is_main, peak_memory
+from elastic_memory.common.files import publish, write_json, write_text
+from elastic_memory.common.locks import locked
+from elastic_memory.common.strict import read_json, read_yaml
 from elastic_memory.common.threads import choose_threads
 from elastic_memory.data import Samples, samples
-from elastic_memory.data.folders import locked
 from elastic_memory.training import checkpoints, limits, logs
 from elastic_memory.training.build import build_model, count_parameters
 from elastic_memory.training.callbacks import console
 from elastic_memory.training.card import model_card
 from elastic_memory.training.corpus import data_hash, fit, tokenizer_sha256
-from elastic_memory.training.environment import environment, is_main, machine, peak_memory
-from elastic_memory.training.files import publish, write_json, write_text
 from elastic_memory.training.interrupts import Interrupts
-from elastic_memory.training.models import seal_model
 from elastic_memory.training.order import Schedule
 from elastic_memory.training.recipe import Recipe
-from elastic_memory.training.runs import Run, StoppedError, differences, run_facts
+from elastic_memory.training.runs import Run, StoppedError, differences, machine, run_facts
 from elastic_memory.training.spikes import Restart, UnstableError, Watch
-from elastic_memory.training.strict import read_json, read_yaml
 from elastic_memory.training.trainer import MemoryTrainer, repair_for_weights_only
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's share of it, or what one file may hold
@@ -41,19 +41,19 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's share of it
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """How to treat a run that was begun before."""
+    """How to treat a run that was started before."""
 
     allowed: bool = False
-    or_start: bool = False  # where there is nothing to resume, start, even beside an unfinished run much like it
-    weights_only: bool = False  # go on from the weights alone when the optimizer's state was removed
-    new_machine: bool = False  # go on although devices, micro-batch or versions differ: same samples, other rounding
+    or_start: bool = False  # start if there is nothing to resume, even if an unfinished run is similar
+    weights_only: bool = False  # resume from the weights alone if the optimizer state is gone
+    new_machine: bool = False  # resume on other devices, micro-batches or versions: same samples, other rounding
 
 
 def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | None = None) -> dict[str, Any]:
-    """Train, or go on training, and return the content of the run's `result.json`.
+    """Train, or resume training, and return the content of the run's `result.json`.
 
     The same call in several processes (torchrun, accelerate launch) trains one model on all of them. SIGTERM and Ctrl-C
-    end it with a checkpoint and SystemExit.
+    save a checkpoint and raise SystemExit.
     """
     transformers.utils.logging.disable_progress_bar()
     rows = samples(data, split="train")
@@ -66,7 +66,7 @@ def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | No
     interrupts = Interrupts()
     session = Session(run, rows, resume or Resume(), interrupts)
     try:
-        session.open()  # before there is something to save, a signal may end the process as it always does
+        session.open()  # nothing to save yet: a signal may end the process as usual
         with interrupts:
             return session.train()
     except ValueError:
@@ -81,13 +81,13 @@ def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | No
 
 
 def tell(text: str) -> None:
-    """Say something to the user, once and not once per process."""
+    """Print a message, in the main process only."""
     if is_main():
         console.print(text, highlight=False, markup=False)
 
 
 class Session:
-    """One process's share in one run, from taking the lock to giving it back."""
+    """The work of one process on one run, from taking the lock to releasing it."""
 
     def __init__(self, run: Run, rows: Samples, resume: Resume, interrupts: Interrupts) -> None:
         self.run, self.rows, self.resume, self.interrupts = run, rows, resume, interrupts
@@ -95,15 +95,15 @@ class Session:
         most = training.corpus_tokens and training.corpus_tokens // training.length
         self.schedule = Schedule(rows, training.steps * training.batch, training.seed, most)
         self.held = ExitStack()
-        self.fresh = False  # whether the run's folder was made just now
-        self.facts: dict[str, Any] = {}  # to be recorded when the run begins
+        self.fresh = False  # whether this session created the run's folder
+        self.facts: dict[str, Any] = {}  # to be written when the run starts
         if training.precision == "bf16":
-            # what autocast leaves in float32, the memories' states, may use the tensor cores too
+            # memory states stay float32 under autocast; their products may use the tensor cores (tf32)
             self.held.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("high")
 
     def open(self) -> None:
-        """Take the folder, or refuse before anything is written; the other processes wait for that."""
+        """Lock the folder, or refuse before anything is written; the other processes wait."""
         if is_main():
             self._take()
         self.everyone = PartialState(cpu=self.run.recipe.execution.device == "cpu")
@@ -116,8 +116,8 @@ class Session:
         if run.exists and not self.resume.allowed:
             last = (checkpoints.steps(run.checkpoints) or [0])[-1]
             raise ValueError(
-                f"{run.folder.name} was begun before and stands at step {last} of {run.recipe.training.steps}: "
-                "add --resume to go on, or remove the folder to start again"
+                f"{run.folder.name} was already started and is at step {last} of {run.recipe.training.steps}: "
+                "add --resume to continue, or remove the folder to start over"
             )
         if self.resume.allowed and not self.resume.or_start and not run.exists:
             self._refuse_to_start()
@@ -128,8 +128,8 @@ class Session:
             changed = differences(run.facts()["machine"], here)
             if changed and not self.resume.new_machine:
                 raise ValueError(
-                    f"{run.folder.name} was begun elsewhere ({'; '.join(changed)}): the samples would be the same, the "
-                    "rounding not; add --new-machine to go on"
+                    f"{run.folder.name} was started on another machine or with other versions ({'; '.join(changed)}): "
+                    "samples would be the same, rounding would differ; add --new-machine to resume anyway"
                 )
         logs.mend(run.events)
         run.check(0)
@@ -138,7 +138,7 @@ class Session:
         self.facts = {"tokenizer": tokenizer, "sample_order": self.schedule.digest, "machine": here, **environment()}
 
     def _settle_threads(self) -> None:
-        """Small models on a CPU: at first the faster number of threads; later the run's own, to resume exactly."""
+        """On a CPU: choose the faster number of threads for a new run; keep the run's own to resume exactly."""
         on_cpu = self.run.recipe.execution.device == "cpu" or not torch.cuda.is_available()
         if not on_cpu or "OMP_NUM_THREADS" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return
@@ -150,7 +150,7 @@ class Session:
             choose_threads()
 
     def _refuse_to_start(self) -> None:
-        """A run of this name that is not finished and differs is probably the one meant: show in what."""
+        """If an unfinished run of this name exists, show how it differs: it is probably the one meant."""
         run = self.run
         for folder in sorted(run.folder.parent.glob(f"{run.recipe.name}-*")):
             if not (folder / "run.json").exists() or (folder / "result.json").exists():
@@ -158,22 +158,22 @@ class Session:
             facts = run_facts(folder)
             old = read_yaml((folder / "recipe.yaml").read_text(errors="replace"), str(folder / "recipe.yaml"))
             if not isinstance(old, dict):
-                raise ValueError(f"{folder / 'recipe.yaml'} is not a recipe: put it back as it was")
+                raise ValueError(f"{folder / 'recipe.yaml'} is not a recipe: restore it from a copy")
             now = {"data": run.data, "tokenizer": tokenizer_sha256(self.rows)}
             old |= {name: facts.get(name, value) for name, value in now.items()}
             new = run.recipe.to_dict() | now
             changed = [line for line in differences(old, new) if not line.startswith("execution.")]
             raise ValueError(
-                f"nothing to resume: this is not what {folder.name} trains ({'; '.join(changed)}). "
-                "Undo the change to resume it, or leave out --resume to begin a new run (--requeue never asks)"
+                f"nothing to resume: {folder.name} trains something else ({'; '.join(changed)}). "
+                "Undo the change to resume it, or omit --resume to start a new run (--requeue does so without asking)"
             )
         raise ValueError(
-            f"nothing to resume in {run.folder.parent}: no run of {run.recipe.name} was begun there. Name the folder "
-            "that has it (--out), or leave out --resume to begin (--requeue does whichever fits)"
+            f"nothing to resume in {run.folder.parent}: it has no run of {run.recipe.name}. Give the folder that has "
+            "it (--out), or omit --resume to start (--requeue resumes or starts)"
         )
 
     def train(self) -> dict[str, Any]:
-        """Attempt after attempt, until the last step."""
+        """Run attempts until the last step is done."""
         while True:
             step = self._starting_point()
             trainer = self._trainer(step)
@@ -190,7 +190,7 @@ class Session:
                 memory = str(error).strip().split("\n")[0][:300]
             finally:
                 trainer.close()
-            # outside the handlers, whose errors hold the tensors of the step that failed
+            # outside the handlers: their exceptions hold the tensors of the failed step
             step = trainer.state.global_step + 1
             del trainer
             if unstable:
@@ -202,35 +202,35 @@ class Session:
                 torch.cuda.empty_cache()
 
     def _starting_point(self) -> int:
-        """The step of the newest checkpoint that proves whole; 0 without any. The main process looks, all follow."""
+        """The step of the newest intact checkpoint, 0 if there is none; found by the main process, shared with all."""
         step = [0]
         if is_main():
             run = self.run
             try:
                 found = checkpoints.newest(run.checkpoints, run.digest, weights_only=self.resume.weights_only)
-            except checkpoints.IncompleteError as error:
+            except IncompleteError as error:
                 raise ValueError(
-                    f"{error}: training cannot go on exactly. Add --weights-only to go on from the weights with "
-                    "a fresh optimizer, or remove that checkpoint to fall back to the one before it"
+                    f"{error}: training cannot resume exactly. Add --weights-only to resume from the weights with "
+                    "a fresh optimizer, or remove that checkpoint to use the one before it"
                 ) from None
             run.check(found.step)
-            if self.facts:  # written once, and not before all that is there was found to be sound
+            if self.facts:  # written once, after everything there was verified
                 run.begin(self.facts)
                 self.facts = {}
             for why in found.rejected.values():
-                tell(f"passed over a damaged checkpoint: {why}")
+                tell(f"skipped a damaged checkpoint: {why}")
                 run.event("passed over", reason=why)
             if found.rejected and not found.step:
                 raise ValueError(
-                    f"none of the {len(found.rejected)} checkpoints of {run.folder.name} is whole "
-                    f"({'; '.join(found.rejected.values())}): remove them to start from the beginning"
+                    f"all {len(found.rejected)} checkpoints of {run.folder.name} are damaged "
+                    f"({'; '.join(found.rejected.values())}): remove them to start over"
                 )
             step = [found.step]
             if found.lacks:
                 repair_for_weights_only(checkpoints.folder_of(run.checkpoints, found.step), found.step, run)
                 run.event("weights only", step=found.step, reason=found.lacks)
             run.rewind(found.step)
-            tell(f"{run.folder.name}: " + (f"going on after step {found.step}" if found.step else "starting"))
+            tell(f"{run.folder.name}: " + (f"resumed at step {found.step}" if found.step else "starting"))
             run.event("start", step=found.step, sample_order=self.schedule.digest)
         broadcast_object_list(step)
         return step[0]
@@ -247,9 +247,9 @@ class Session:
         return MemoryTrainer(run, build_model(run.recipe), self.schedule, watch, restarts, self.interrupts)
 
     def _restart(self, error: UnstableError, step: int) -> None:
-        """Prepare to begin again from the last checkpoint before the first bad step, with twice the warm-up."""
+        """Go back to the last checkpoint before the first bad step, with twice the warm-up."""
         run, past = self.run, self.run.history("restart")
-        self.everyone.wait_for_everyone()  # all have read the history before it grows
+        self.everyone.wait_for_everyone()  # until all have read the history
         rule = run.recipe.stability
         if len(past) >= rule.restarts:
             raise StoppedError(
@@ -263,11 +263,11 @@ class Session:
                     checkpoints.discard(run.checkpoints, later)
             warmup = run.recipe.training.warmup_steps * 2 ** (len(past) + 1)
             run.event("restart", step=step, back_to=back_to, warmup=warmup, reason=error.reason, steps=bad)
-            tell(f"step {step}: {error.reason}; starting again after step {back_to} with {warmup} steps of warm-up")
+            tell(f"step {step}: {error.reason}; restarting from step {back_to} with {warmup} steps of warm-up")
         self.everyone.wait_for_everyone()
 
     def _out_of_memory(self, cause: str | None, step: int) -> None:
-        """Explain, and stop or go on with half the micro-batch and twice the accumulation: the same global batch."""
+        """Stop with advice, or continue with half the micro-batch and twice the accumulation: the same global batch."""
         run, execution = self.run, self.run.recipe.execution
         size, length = execution.micro_batch, run.recipe.training.length
         text = (
@@ -282,14 +282,14 @@ class Session:
             )
             raise StoppedError(f"{text}; checkpoints are untouched. Try {advice} --resume --new-machine")
         run.event("out of memory", step=step, micro_batch=size // 2, reason=text)
-        tell(f"{text}; going on with micro-batches of {size // 2}, the global batch stays")
+        tell(f"{text}; continuing with micro-batches of {size // 2} and the same global batch")
 
     def _end(self, trainer: MemoryTrainer) -> dict[str, Any]:
         run = self.run
         if trainer.state.global_step < run.recipe.training.steps:
             if is_main():
                 run.event("interrupted", step=trainer.state.global_step, exit_code=self.interrupts.exit_code)
-            how = "the same command goes on" if self.resume.or_start else "add --resume to go on"
+            how = "repeat the command to resume" if self.resume.or_start else "add --resume to continue"
             tell(f"{run.folder.name}: stopped after step {trainer.state.global_step}, saved; {how}")
             raise SystemExit(self.interrupts.exit_code)
         result = self._result(trainer)
@@ -311,7 +311,7 @@ class Session:
                 shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
                 write_json(staged / "training.json", result)
                 write_text(staged / "README.md", model_card(run.recipe, result))
-                seal_model(staged, run.digest, result["steps"])
+                write_manifest(staged, run.digest, result["steps"], without=("README.md",))  # the card may be edited
                 shutil.rmtree(run.model, ignore_errors=True)
                 publish(staged, run.model)
         except (OSError, SafetensorError) as error:
@@ -346,12 +346,12 @@ class Session:
         }
 
     def forget(self) -> None:
-        """Remove the folder of a run that was refused before its first step, so that the next try finds none."""
+        """Remove the folder of a run that was refused before its first step."""
         if self.fresh and not checkpoints.steps(self.run.checkpoints) and not self.run.measured():
             shutil.rmtree(self.run.folder)
 
     def close(self) -> None:
-        """Undo what the session changed in this process, and free the folder."""
+        """Restore this process's settings and release the folder."""
         gc.enable()
         gc.unfreeze()
         self.held.close()

@@ -1,12 +1,12 @@
-"""When a step must not count, and how training starts again.
+"""When a step is not applied, and when training restarts.
 
 The rule, for each step's loss and gradient norm (over all devices):
 
 * non-finite loss or gradient norm: the update is not applied;
 * loss above mean + `sigmas` standard deviations of the last `window` applied losses, once a quarter of the window is
-  known: the update is not applied. Losses that were not applied stay out of the window, so one NaN cannot poison it;
-* `patience` such steps in a row: back to the last checkpoint before them, from where the learning rate climbs from zero
-  again, over twice the warm-up; at most `restarts` times. With no checkpoint yet this is the paper's own restart.
+  filled: the update is not applied. Losses of steps that were not applied do not enter the window;
+* `patience` such steps in a row: restart from the last checkpoint before them, with a new warm-up of twice the length;
+  at most `restarts` times. Without a checkpoint this is the paper's own restart.
 """
 
 import math
@@ -27,7 +27,7 @@ class UnstableError(Exception):
 
 
 class Watch:
-    """Judges one step after another. Its state is a function of the metrics so far, so a resumed run replays them."""
+    """Judges each step. Its state follows from the metrics so far, so a resumed run replays them."""
 
     def __init__(self, rule: Stability) -> None:
         self.rule = rule
@@ -57,20 +57,20 @@ class Watch:
 
     @property
     def hopeless(self) -> bool:
-        """Whether enough steps in a row failed to start again."""
+        """Whether so many steps in a row were bad that training must restart."""
         return self.bad_in_a_row >= self.rule.patience
 
 
 @dataclass(frozen=True)
 class Restart:
-    """From `step` on the learning rate climbs from zero again, over `warmup` steps."""
+    """At `step` the learning rate starts from zero again, with `warmup` steps of warm-up."""
 
     step: int
     warmup: int
 
 
 def learning_rate_factor(step: int, steps: int, restarts: Sequence[Restart]) -> float:
-    """Cosine from 1 to 0 over the whole run, times a linear climb since the last restart (the start counts as one)."""
+    """Cosine decay over the whole run, times a linear warm-up since the last restart (the start counts as one)."""
     last = [restart for restart in restarts if restart.step <= step][-1]
     climb = min(1.0, (step - last.step) / last.warmup)
     begin = [restart.warmup for restart in restarts if restart.step == 0][-1]

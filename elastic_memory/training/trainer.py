@@ -1,4 +1,4 @@
-"""transformers' Trainer, made certain of four things: which samples, which steps count, what is logged and saved."""
+"""transformers' Trainer with our order of samples, rules for bad steps, metrics and checkpoints."""
 
 import time
 from functools import partial
@@ -13,9 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
 
+from elastic_memory.common.checksums import write_manifest
 from elastic_memory.common.speedups import find
 from elastic_memory.training import checkpoints
-from elastic_memory.training.callbacks import Progress, SaveAndStop
+from elastic_memory.training.callbacks import ProgressBar, SaveAndStop
 from elastic_memory.training.interrupts import Interrupts
 from elastic_memory.training.measures import Measures, memory_norms, whole
 from elastic_memory.training.order import Collate, ReadAhead, Schedule
@@ -27,7 +28,7 @@ capture = find("cuda_graph")
 
 
 def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
-    """The recipe in transformers' words. Saving and logging are ours, so Trainer's own are off."""
+    """The recipe as TrainingArguments. Saving and logging are ours, so Trainer's own are off."""
     training, execution = recipe.training, recipe.execution
     args = TrainingArguments(
         output_dir=str(run.folder),
@@ -46,7 +47,7 @@ def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
         gradient_checkpointing=execution.gradient_checkpointing,
         train_sampling_strategy="sequential",
         dataloader_drop_last=True,
-        # pinning copies with all of torch's threads and waits for those whose cores are busy: 20 ms, to save one
+        # pinning uses all of torch's threads and waits for busy cores: costs 20 ms, saves one
         dataloader_pin_memory=False,
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
@@ -56,12 +57,12 @@ def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
         disable_tqdm=True,
         report_to=execution.report_to,
     )
-    # one process, one device: without this Trainer would spread a single process over all visible GPUs by DataParallel
+    # without this, Trainer would use DataParallel over all visible GPUs
     args._n_gpu = min(args.n_gpu, 1)
     share = execution.micro_batch * args.world_size
     if training.batch % share:
         raise ValueError(
-            f"a step of {training.batch} samples does not divide over {args.world_size} processes x micro-batches of "
+            f"a step of {training.batch} samples cannot be split into {args.world_size} processes x micro-batches of "
             f"{execution.micro_batch}; change execution.micro_batch or the number of processes"
         )
     args.gradient_accumulation_steps = training.batch // share
@@ -69,7 +70,7 @@ def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Matrices decay; norm gains and biases do not; nor do gates, which also have a learning rate of their own."""
+    """Weight decay for matrices only; gates have their own learning rate."""
     training = recipe.training
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
@@ -87,7 +88,7 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 class MemoryTrainer(Trainer):
-    """Trains one attempt of a run, from a checkpoint or from nothing."""
+    """One attempt of a run, from a checkpoint or from the start."""
 
     def __init__(
         self,
@@ -99,13 +100,13 @@ class MemoryTrainer(Trainer):
         interrupts: Interrupts,
     ) -> None:
         self.run, self.schedule, self.watch, self.restarts = run, schedule, watch, restarts
-        self.network = model  # as it is without any wrapping
+        self.network = model  # not wrapped
         self.interrupts = interrupts
         self.skipped: str | None = None
         self.captured: Any = None
         args = arguments(run.recipe, run)
         self.measures = Measures(model, run.recipe, args)
-        self.progress = Progress(run, args.max_steps)
+        self.progress = ProgressBar(run, args.max_steps)
         stride = args.per_device_train_batch_size * args.world_size
         self.batches = ReadAhead(
             schedule, Collate(model.config.vocab_size), stride, ahead=args.gradient_accumulation_steps
@@ -119,18 +120,18 @@ class MemoryTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         if self.is_fsdp_enabled:
-            # autocast alone decides, as without FSDP: its own policy rounds the loss and summed gradients to bfloat16
+            # precision is set by autocast alone: FSDP's own policy rounds loss and summed gradients to bfloat16
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = None
 
     def close(self) -> None:
-        """End what runs beside training, however that ended."""
+        """Stop the progress bar and the reader."""
         self.progress.close()
         self.batches.close()
 
     # -- which samples
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The micro-batches of one step, checked to be the samples that the schedule has for this step and device."""
+        """The micro-batches of one step; an error unless they are the scheduled samples of this step and device."""
         begin = time.perf_counter()
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.measures.data_seconds = time.perf_counter() - begin
@@ -142,7 +143,7 @@ class MemoryTrainer(Trainer):
             first = (i * self.args.world_size + self.args.process_index) * size
             rows, planned = batch.pop("rows"), self.planned[first : first + size]
             if rows != planned:
-                raise RuntimeError(f"step {self.state.global_step + 1}: rows {rows} were read, {planned} were planned")
+                raise RuntimeError(f"step {self.state.global_step + 1}: read rows {rows}, expected {planned}")
         return batches, items
 
     # -- which steps count
@@ -155,7 +156,7 @@ class MemoryTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """A learning rate that depends on the step and the restarts so far, on nothing else."""
+        """A learning rate that depends only on the step and the restarts so far."""
 
         def factor(step: int) -> float:
             return learning_rate_factor(step, num_training_steps, self.restarts)
@@ -167,7 +168,7 @@ class MemoryTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            # the checkpoint's own rates may be of before a restart, or missing (--weights-only)
+            # the checkpoint's rates may predate a restart, or be missing (--weights-only)
             rates, step = self.rates, self.state.global_step
             rates.last_epoch = step
             rates._last_lr = [base * rates.lr_lambdas[0](step) for base in rates.base_lrs]
@@ -180,7 +181,7 @@ class MemoryTrainer(Trainer):
             raise ValueError(f"the checkpoint is of another model: {', '.join(sorted(strangers)[:4])}")
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward of one micro-batch, captured where that is possible."""
+        """Forward and backward of one micro-batch, as a CUDA graph where possible."""
         alone = self.args.world_size == 1 and not self.is_fsdp_enabled
         if self.captured is None and alone and capture is not None and capture.gains(self.network):
             self.captured = capture.Captured(partial(self._forward_and_backward, model), model.parameters())
@@ -189,14 +190,14 @@ class MemoryTrainer(Trainer):
         else:
             loss = self._forward_and_backward(model, num_items_in_batch, **inputs)
         self.measures.loss = self.measures.loss + loss
-        # Trainer sums what is returned here and never recovers from a NaN; the true loss is in `measures`
+        # Trainer sums this and would stay NaN forever; the true loss is in `measures`
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
 
     def _forward_and_backward(self, model: nn.Module, num_items_in_batch: Any, **inputs: Any) -> torch.Tensor:
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """Clip, and drop the gradients of a step that must not be applied: an optimizer leaves such weights alone."""
+        """Clip; if the step must not be applied, drop its gradients, so that the optimizer changes nothing."""
         norm = whole(super()._clip_grad_norm(model))
         mine = torch.stack([self.measures.loss.float(), norm.new_tensor(float(self.interrupts.pending)).float()])
         loss, stop = (self.accelerator.reduce(mine, "sum") / self.args.world_size).tolist()
@@ -206,7 +207,7 @@ class MemoryTrainer(Trainer):
         if self.watch.hopeless:
             first = self.state.global_step + 2 - self.watch.bad_in_a_row
             count = self.watch.bad_in_a_row
-            raise UnstableError(first, f"{count} steps in a row not applied, the last for {self.skipped}")
+            raise UnstableError(first, f"{count} steps in a row not applied, the last because of {self.skipped}")
         if self.skipped:
             model.zero_grad(set_to_none=True)
         return norm
@@ -214,10 +215,10 @@ class MemoryTrainer(Trainer):
     # -- what is logged
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write one line of metrics a step, and pass the numbers on to whatever `report_to` names."""
+        """Write one line of metrics per step, and pass them on to the trackers of `report_to`."""
         if "loss" in logs:
             logs.update(self.measures.line(self.state.global_step))
-            # a stream reads its weights between the calls of layers, where FSDP has them in pieces
+            # streaming needs unsharded weights between layer calls, which FSDP does not keep
             if self.control.should_save and self.measures.memories and not self.is_fsdp_enabled:
                 with self.accelerator.autocast():
                     logs.update(memory_norms(self.network, self.sample))
@@ -225,7 +226,7 @@ class MemoryTrainer(Trainer):
                 refusal = {"skipped": self.skipped, "rows": self.planned} if self.skipped else {}
                 self.run.log({"step": self.state.global_step, **logs, **refusal})
         super().log(logs, start_time)
-        self.state.log_history.clear()  # metrics.jsonl has it; a checkpoint need not carry it
+        self.state.log_history.clear()  # it is in metrics.jsonl; checkpoints need no copy
 
     # -- what is saved
 
@@ -233,7 +234,7 @@ class MemoryTrainer(Trainer):
         return str(self.run.checkpoints / checkpoints.STAGING)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Let Trainer write into a hidden folder, then seal it and give it its name; weights must be finite."""
+        """Let Trainer save into a hidden folder, then publish it; refuses weights that are not finite."""
         step = self.state.global_step
         if not self._finite():
             raise UnstableError(step, f"the weights after step {step} are not finite")
@@ -243,7 +244,7 @@ class MemoryTrainer(Trainer):
                 self.accelerator.wait_for_everyone()
                 if self.is_world_process_zero():
                     folder = staged / f"checkpoint-{step}"
-                    # a pickle nobody needs: recipe.yaml says it all
+                    # an unneeded pickle: recipe.yaml has it all
                     (folder / "training_args.bin").unlink(missing_ok=True)
                     self.run.flush()
                     checkpoints.seal(folder, self.run.checkpoints, self.run.digest, step)
@@ -264,10 +265,10 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def repair_for_weights_only(folder: Path, step: int, run: Run) -> None:
-    """Make a checkpoint whose training state was removed resumable: same weights and step, a fresh optimizer."""
+    """Make a checkpoint without training state resumable: same weights and step, a fresh optimizer."""
     if not (folder / checkpoints.TRAINER_STATE).exists():
-        callbacks: Any = [TrainerControl()]  # which Trainer also keeps its own state in
+        callbacks: Any = [TrainerControl()]  # Trainer expects its state among the callbacks
         size = run.recipe.execution.micro_batch
         state = TrainerState(global_step=step, logging_steps=1, train_batch_size=size, stateful_callbacks=callbacks)
         state.save_to_json(str(folder / checkpoints.TRAINER_STATE))
-    checkpoints.write_manifest(folder, run.digest, step)
+    write_manifest(folder, run.digest, step)

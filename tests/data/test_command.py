@@ -31,7 +31,7 @@ def test_inspecting_shows_counts_lengths_and_text_and_verifies(corpus, tmp_path)
     prepare(corpus, tmp_path / "out", tokenizer="bytes", length=100)
     result = elastic("--inspect", tmp_path / "out")
     assert result.exit_code == 0
-    for words in ("train: checksums hold; documents of 990 to 1,080 tokens, median", "begins:\n\ndocument "):
+    for words in ("train: checksums match; documents of 990 to 1,080 tokens, median", "starts with:\n\ndocument "):
         assert words in result.output
     content = bytearray((tmp_path / "out" / "train.bin").read_bytes())
     content[50] ^= 1
@@ -54,16 +54,16 @@ def test_shards_on_the_command_line(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "prepare what"),
+        ([], "no source given"),
         (["stdlib"], "--tokenizer is missing"),
         (["stdlib", "--out", "x"], "--tokenizer is missing"),
         (["stdlib", "--tokenizer", "bytes"], "--out is missing"),
-        (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shard", "2"], "'2' is not like --shard 0/8"),
+        (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shard", "2"], "'2': write it like --shard 0/8"),
         (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shard", "2/2"], "shard 2/2"),
-        (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shares", "a/b/c"], "not like --shares 90/5/5"),
+        (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shares", "a/b/c"], "write it like --shares 90/5/5"),
         (["stdlib", "--out", "x", "--tokenizer", "bytes", "--shares", "0/0/0"], "leaves nothing"),
         (["stdlib", "--out", "x", "--tokenizer", "no/such", "--length", "9"], "no tokenizer 'no/such'"),
-        (["--inspect", "nowhere"], "nowhere holds no prepared rows"),
+        (["--inspect", "nowhere"], "nowhere has no prepared rows"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, message, tmp_path, monkeypatch):

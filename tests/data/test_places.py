@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch):
         ("runs/small-none-4d5e6f/model/x", "the nearest folder is runs/small-none-4d5e6f"),
         ("runs/zzz", "the nearest folder is runs"),
         ("../nowhere/at/all", "the nearest folder is .."),
-        ("file", "it is a file"),
+        ("file", "file is a file: give a folder"),
         ("a/b/c", "the nearest folder is ."),
         ("name with spaces", "the nearest folder is ."),
         ("", "give a folder"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_memory.data import parts, prepare, samples
 from elastic_memory.data import tokenizers as tokenizers_module
-from elastic_memory.data.rows import RowMaker
+from elastic_memory.data.tokenize_part import RowMaker
 from tests.data.conftest import tree
 from tests.oracles import rows as oracle
 
@@ -162,7 +162,7 @@ def test_another_preparation_in_the_same_folder_is_refused_by_what_differs(corpu
             ({"tokenizer": tokenizer_folders["byte-level"]}, "tokenizer was bytes, now byte-level; tokenizer_sha256"),
             ({"shares": (0.5, 0.5, 0.0)}, r"shares was \[0.9, 0.05, 0.05\], now \[0.5"),
         ]:
-            with pytest.raises(ValueError, match=f"holds another preparation .*{message}"):
+            with pytest.raises(ValueError, match=f"was prepared with other settings .*{message}"):
                 prepare(corpus, folder, **({"tokenizer": "bytes", "length": 100} | changed))
     write_lines(corpus / "more.jsonl", {"x": "y"})
     with pytest.raises(ValueError, match="corpus_sha256 was"):
@@ -250,12 +250,12 @@ def test_large_vocabularies_get_wider_ids(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"length": 1}, "a length of 1"),
+        ({"length": 1}, "length 1"),
         ({"shares": (0.5, 0.1, 0.1)}, "add up to 1"),
         ({"shares": (1.5, -0.5, 0.0)}, "add up to 1"),
         ({"shard": (3, 3)}, "shard 3/3"),
         ({"out": "file"}, "is not a folder"),
-        ({"sources": "stdlip"}, "did you mean stdlib"),
+        ({"sources": "stdlip"}, "did you mean 'stdlib'"),
     ],
 )
 def test_wrong_arguments_write_nothing(arguments, message, tmp_path, monkeypatch):
@@ -271,7 +271,7 @@ def test_wrong_arguments_write_nothing(arguments, message, tmp_path, monkeypatch
 def test_a_second_process_is_refused_and_a_dead_one_is_not_waited_for(corpus, tmp_path):
     out = tmp_path / "out"
     program = (
-        "import sys, time\nfrom elastic_memory.data.folders import locked\nfrom pathlib import Path\n"
+        "import sys, time\nfrom elastic_memory.common.locks import locked\nfrom pathlib import Path\n"
         "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)"
     )
     holder = subprocess.Popen(
@@ -325,7 +325,7 @@ def test_a_full_disk_is_one_line_and_the_next_run_continues(corpus, tmp_path):
     command = ["prepare", str(corpus), "--tokenizer", "bytes", "--length", "100", "--out", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", limited, *command], capture_output=True, text=True)
     assert done.returncode == 2
-    assert re.search(r"^elastic: no space left for .*continues where it stopped$", done.stderr, re.MULTILINE)
+    assert re.search(r"^elastic: no space left for .*repeat the command to resume$", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr
     left = [path.name for path in (tmp_path / "out").rglob("*")]
     assert "manifest.json" not in left

@@ -201,8 +201,8 @@ def test_unusable_sources_are_named_with_what_would_fit(tmp_path):
     with pytest.raises(ValueError, match="no column 'body' of text; its columns: id, text, license"):
         file_parts([tmp_path], "body", Counter())
     for name, message in {
-        "stdlip": "did you mean stdlib",
-        "pg-19": "did you mean pg19",
+        "stdlip": "did you mean 'stdlib'",
+        "pg-19": "did you mean 'pg19'",
         "../pg19": "no corpus or file",
         "/dev/zero": "neither a file nor a folder",
         str(tmp_path / "x.zip"): "no corpus or file",
@@ -212,7 +212,7 @@ def test_unusable_sources_are_named_with_what_would_fit(tmp_path):
     (tmp_path / "x.tar.gz").write_bytes(b"")
     with pytest.raises(ValueError, match="archives are never unpacked"):
         find_parts([str(tmp_path / "x.tar.gz")], "text", Counter())
-    with pytest.raises(ValueError, match="stdlib is a corpus of its own"):
+    with pytest.raises(ValueError, match="stdlib is a named corpus"):
         find_parts([str(tmp_path), "stdlib"], "text", Counter())
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "x.zip").write_bytes(b"")

@@ -59,7 +59,7 @@ def test_what_fails_beside_others_is_compiled_alone(monkeypatch):
 
 def test_the_speed_table_compiles_each_model_once():
     speed = load("speed")
-    configs = [speed._config(cell) for cell in speed._order(speed.TIERS["paper"])]
+    configs = [speed._config(cell) for cell in speed._order(speed.PLANS["paper"])]
     assert len(configs) == 34
     assert len({str(config.to_dict() | {"sampling": None}) for config in configs}) == 27
     orders = {config.memory_order for config in configs if config.memory == "elastic" and config.hidden_size == 720}

@@ -107,7 +107,7 @@ def test_memory_is_written_from_clean_keys():
     ("model", "arguments", "message"),
     [
         (lambda: model_with(), (1.5,), "between 0 and 1"),
-        (lambda: model_with(), (0.5, "some"), "choose from memory, all"),
+        (lambda: model_with(), (0.5, "some"), "known: memory, all"),
         (lambda: model_with("none"), (0.5,), "without memory"),
         (lambda: llama(), (0.5,), "attach_memory"),
         (lambda: model_with("none", local_attention="full"), (0.5, "all"), "full attention"),

@@ -11,9 +11,10 @@ import torch
 from elastic_memory import cli
 from elastic_memory.data import prepare, samples
 from elastic_memory.evaluation import corrupted, perplexity
+from elastic_memory.evaluation.inputs import Spread
+from elastic_memory.evaluation.journal import Journal
 from elastic_memory.evaluation.loading import load_model
 from elastic_memory.evaluation.longppl import Settings
-from elastic_memory.evaluation.rows import Journal, Spread
 from tests.evaluation.conftest import TEXT, byte_level_bpe, llama, model_with
 
 LONGPPL = ["elastic", "--data", "rows", "--metric", "longppl", "--reference", "full"]
@@ -137,8 +138,8 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(place, elastic, tmp_path, 
         (["elastic"], "--data is missing"),
         (["elastic", "--data", "text"], "no prepared rows"),
         (["elastic", "--data", "rows", "--split", "exam"], "no split 'exam'"),
-        (["elastic", "--data", "rows", "--metric", "bleu"], "'bleu': choose from ppl, longppl"),
-        (["elastic", "--data", "rows", "--protocol", "P9"], "'P9': choose from P0, P1, P4"),
+        (["elastic", "--data", "rows", "--metric", "bleu"], "'bleu': known: ppl, longppl"),
+        (["elastic", "--data", "rows", "--protocol", "P9"], "'P9': known: P0, P1, P4"),
         (["elastic", "--data", "rows", "--corrupt", "2"], "between 0 and 1"),
         (["none", "--data", "rows", "--sampling", "uniform"], "no memory"),
         (["other", "--data", "rows", "--sampling", "uniform"], "no memory"),
@@ -193,10 +194,10 @@ def test_numbers_are_whole_in_80_columns(place, elastic, monkeypatch, tmp_path, 
 
 @pytest.mark.parametrize("metric", ["ppl", "longppl", "reconstruction", "spectrum", "recall"])
 def test_every_metric_tells_how_far_it_is(place, metric):
-    from elastic_memory.evaluation.metrics import Task, evaluate, work
+    from elastic_memory.evaluation.metrics import Evaluation, evaluate, work
 
     told = []
-    task = Task(
+    task = Evaluation(
         model=load_model(str(place / "elastic")),
         rows=rows_of_place(place, 3),
         tokenizer=samples(place / "rows", "test").tokenizer(),

@@ -1,6 +1,7 @@
 """LongPPL against the released package, on real text and random models."""
 
 import json
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from elastic_memory.evaluation import Settings, longppl
 from elastic_memory.evaluation.longppl import KeyTokens
 from elastic_memory.evaluation.spans import decode, encode, inside, locate, merge
 from tests.evaluation.conftest import TEXT, llama
+
+module = import_module("elastic_memory.evaluation.longppl")
 
 released = pytest.importorskip("longppl.longppl", reason="comes with the dev extra")
 cal_overlap, compute_longppl = released.cal_overlap, released.compute_longppl
@@ -89,6 +92,19 @@ def test_key_tokens_are_computed_once(small_tokenizer, large_tokenizer, tmp_path
         longppl(*arguments, **{**settings, "alpha": 0.6})
     with pytest.raises(TypeError):
         longppl(*arguments[:3], llama(700, seed=9), large_tokenizer, **settings)
+
+
+def test_key_tokens_found_ahead_are_named_by_the_precision_they_were_found_in(small_tokenizer, tmp_path, monkeypatch):
+    class OnThisDevice(torch.autocast):  # as on a GPU
+        def __init__(self, kind, dtype, enabled):
+            super().__init__(kind, dtype)
+
+    monkeypatch.setattr(module.torch, "autocast", OnThisDevice)
+    monkeypatch.setattr(module, "reference_for", lambda *_: (llama(512, seed=1), None))
+    rows = torch.randint(0, 512, (1, 64))
+    module.key_tokens("reference", small_tokenizer, rows, Settings(trunc_len=32, sliding_window=16), tmp_path)
+    (found,) = tmp_path.iterdir()
+    assert json.loads(found.read_text())["precision"] == "torch.bfloat16"
 
 
 def test_no_key_tokens_is_said_and_not_divided_by(small_tokenizer, large_tokenizer):

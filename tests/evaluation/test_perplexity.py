@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import elastic_memory as em
 from elastic_memory.evaluation import perplexity
-from elastic_memory.evaluation.rows import Journal, Spread, bootstrap
+from elastic_memory.evaluation.inputs import Spread
+from elastic_memory.evaluation.journal import Journal, bootstrap
 from elastic_memory.memory import MEMORIES
 from tests.evaluation.conftest import llama, model_with, rows_of
 from tests.oracles import ppl as oracle
@@ -209,7 +210,7 @@ def test_a_spread_of_rows_keeps_their_documents():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda model: perplexity(model, rows_of(9), "P7"), "'P7': choose from P0, P1, P4"),
+        (lambda model: perplexity(model, rows_of(9), "P7"), "'P7': known: P0, P1, P4"),
         (lambda model: perplexity(model, []), "no rows"),
         (lambda model: perplexity(model, rows_of(9, 1)), "row 1 has 1 tokens"),
         (lambda model: perplexity(model, [torch.tensor([1, 61])]), "row 0: token ids from 1 to 61.*0 to 60"),

@@ -122,7 +122,7 @@ def test_a_passkey_1_block_back_is_learnt_in_seconds():
 
 def test_bad_input_is_named():
     model = llama(VOCABULARY)
-    with pytest.raises(ValueError, match="'poem': choose from passkey"):
+    with pytest.raises(ValueError, match="'poem': known: passkey"):
         recall(model, "poem", [1])
     with pytest.raises(ValueError, match="a vocabulary of 20"):
         recall(llama(20), "passkey", [1])

@@ -13,16 +13,11 @@ def test_the_page_is_up_to_date():
     assert (ROOT / "docs/catalogue.md").read_text(encoding="utf-8") == catalogue.page(), ANEW
 
 
-def test_the_readme_is_up_to_date():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text == catalogue.insert(text, catalogue.overview()), ANEW
-
-
 @pytest.mark.parametrize(("name", "kind"), MEMORIES.items())
 def test_a_memory_says_what_it_is(name, kind):
     """What the catalogue shows of it, and what its constructor can be asked for."""
     assert kind.info.source and kind.info.phrase and kind.__doc__
-    assert f"| `{name}` |" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (ROOT / "docs/catalogue.md").read_text(encoding="utf-8")
     # These mean the same everywhere, and are explained with the configuration.
     shared = {"order", "points", "sampling", "sampling_options", "algorithm"}
     named = {option.strip("`").split("=")[0] for option in catalogue.options(kind)}

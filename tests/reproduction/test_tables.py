@@ -229,7 +229,7 @@ def test_numbers_that_do_not_compare_are_not_put_into_one_table(data, tmp_path):
     record = json.loads(path.read_text())
     record["measured"][0]["data"]["sha256"] = "other rows"
     path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="other test rows: their numbers do not compare"):
+    with pytest.raises(ValueError, match="different test rows: not comparable"):
         MINI.write(Lab("smoke", tmp_path))
 
 
@@ -273,14 +273,14 @@ def test_files_that_are_not_its_own_are_not_written_over(data, tmp_path):
     with pytest.raises(ValueError, match=r"mini-smoke\.json holds other results .*'paper'"):
         make(MINI, tmp_path, data)
     path.write_text('{"table": "mini"')
-    with pytest.raises(ValueError, match=r"mini-smoke\.json: not readable as JSON .*remove it"):
+    with pytest.raises(ValueError, match=r"mini-smoke\.json: not valid JSON .*remove it"):
         make(MINI, tmp_path, data)
     path.unlink()
     make(MINI, tmp_path, data)
     kept = next(tmp_path.glob("runs/smoke-proofs-none-*.json"))
     whole = kept.read_text()
     kept.write_text(whole[:100])
-    with pytest.raises(ValueError, match=r"none-seed42-\w+\.json: not readable as JSON .*remove it"):
+    with pytest.raises(ValueError, match=r"none-seed42-\w+\.json: not valid JSON .*remove it"):
         make(MINI, tmp_path, data)
     kept.write_text(whole.replace('"seed": 42', '"seed": 43', 1))
     with pytest.raises(ValueError, match="is the record of another run"):
@@ -397,7 +397,7 @@ def test_the_command_lists_and_passes_on(tmp_path, capsys):
     listed = capsys.readouterr().out
     assert all(re.search(rf"^{name} +\S", listed, re.MULTILINE) for name in [*TABLES, "signals", "speed"])
     assert NAMES[0] == "main"
-    with pytest.raises(ValueError, match="'signals' has no use for --data"):
+    with pytest.raises(ValueError, match="'signals' does not use --data"):
         reproduce(["signals"], data=tmp_path, out=tmp_path)
     with pytest.raises(FileNotFoundError, match=f"rows in {tmp_path}/proofs"):
         reproduce(["corruption"], data=tmp_path, out=tmp_path)

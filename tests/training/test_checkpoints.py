@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
+from elastic_memory.common.checksums import MANIFEST, DamagedError, IncompleteError, verify
+from elastic_memory.common.files import write_json
 from elastic_memory.training import checkpoints
-from elastic_memory.training.checkpoints import DamagedError, IncompleteError, folder_of
-from elastic_memory.training.files import write_json
+from elastic_memory.training.checkpoints import folder_of
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_one_flipped_bit_anywhere_is_noticed(folder, name):
         flipped[place] ^= 1 << (place % 8)
         path.write_bytes(flipped)
         try:
-            checkpoints.verify(folder_of(folder, 30))
+            verify(folder_of(folder, 30))
         except DamagedError:
             continue
         # only a flip between the words of the manifest, which says the same as before
@@ -130,7 +131,7 @@ def content(folder):
 def test_killed_before_any_file_operation_a_checkpoint_is_whole_or_absent(folder):
     """Whole by its files, not by what `verify` says of them; and one that was there before stays, until pruned."""
     before = {step: content(folder_of(folder, step)) for step in (10, 20, 30)}
-    files = {name: b"new " + data for name, data in before[30].items() if name != checkpoints.MANIFEST}
+    files = {name: b"new " + data for name, data in before[30].items() if name != MANIFEST}
 
     def save():
         checkpoints.seal(folder / checkpoints.STAGING, folder, "a-run", 40)
@@ -152,12 +153,8 @@ def test_killed_before_any_file_operation_a_checkpoint_is_whole_or_absent(folder
         assert there in ([10, 20, 30], [10, 20, 30, 40], [20, 30, 40], [30, 40])
         for step in there:
             found = content(folder_of(folder, step))
-            manifest = found.pop(checkpoints.MANIFEST)
-            assert (
-                (found == files and manifest)
-                if step == 40
-                else found | {checkpoints.MANIFEST: manifest} == before[step]
-            )
+            manifest = found.pop(MANIFEST)
+            assert (found == files and manifest) if step == 40 else found | {MANIFEST: manifest} == before[step]
         if finished:
             assert there == [30, 40]
             assert operation > 10

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -35,9 +34,9 @@ def test_rows_recipes_and_models_of_before_go_together_with_new_ones(rows, quick
     (before / "manifest.json").write_text(json.dumps(manifest))
     for folder in (rows, before):
         for known in (None, former[:16], tokenizer.sha256[:16]):
-            fit(replace(quick, tokenizer=known), samples(folder))
+            fit(quick.replace(tokenizer=known), samples(folder))
         with pytest.raises(ValueError, match="the recipe is for 0123"):
-            fit(replace(quick, tokenizer="0123"), samples(folder))
+            fit(quick.replace(tokenizer="0123"), samples(folder))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     for known in (former, tokenizer.sha256):

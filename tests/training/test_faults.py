@@ -117,7 +117,7 @@ def test_a_full_disk_stops_the_run_and_spares_what_was_saved(
     begun = (saved or [0])[-1]
     disturb([2 * begun + 1], fill)  # in the first step after that save
     what = f"the checkpoint of step {begun + 4}" if room else "a file of the run"
-    last = f"The checkpoint of step {begun} is intact" if saved else "There was no checkpoint before"
+    last = f"The checkpoint of step {begun} is intact" if saved else "There is no earlier checkpoint"
     message = f"{what} could not be written: the disk may be full .*{last}; make room and add --resume"
     assert exit_code(child(told)) == 0
     monkeypatch.undo()  # there is room again
@@ -162,14 +162,14 @@ def test_from_the_command_line_a_signal_ends_a_run_cleanly(corpus, tmp_path):
     _, told = process.communicate(timeout=30)
     assert process.returncode == 143
     assert time.monotonic() - begin < 30
-    assert "saved; add --resume to go on" in told
+    assert "saved; add --resume to continue" in told
     assert "Traceback" not in told
     (step,) = checkpoints.steps(only_run(tmp_path) / "checkpoints")
     assert len(lines(only_run(tmp_path))) == step
     refused = start(corpus, tmp_path, *long)
     _, told = refused.communicate(timeout=60)
     assert (refused.returncode, told.count("\n")) == (2, 1)
-    assert f"stands at step {step} of" in told
+    assert f"is at step {step} of" in told
 
 
 @pytest.mark.faults
@@ -235,7 +235,7 @@ def test_another_number_of_processes_goes_on_with_the_same_samples(quick, corpus
     code, told = launch(corpus, tmp_path / "moved", after, "--resume", *options)
     assert code != 0
     assert f"processes: {before} -> {after}" in told
-    assert "add --new-machine to go on" in told
+    assert "add --new-machine to resume" in told
     code, told = launch(corpus, tmp_path / "moved", after, "--resume", "--new-machine", *options)
     assert code == 0, told[-3000:]
     assert events(moved, "start")[-1]["step"] == step
@@ -274,7 +274,7 @@ def test_with_fsdp2_a_killed_run_ends_as_one_process_does(quick, corpus, tmp_pat
     resumed = launched("--resume")
     _, told = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, told[-3000:]
-    assert "going on after step" in told
+    assert "resumed at step" in told
 
     assert any(run.glob("checkpoints/*/pytorch_model_fsdp_0")), "the checkpoint is sharded"
     result = json.loads((run / "result.json").read_text())

@@ -6,8 +6,8 @@ import pytest
 
 from elastic_memory.data import prepare, samples
 from elastic_memory.evaluation import perplexity
+from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.loading import load_model
-from elastic_memory.evaluation.rows import Spread
 from elastic_memory.training.recipe import load_recipe
 from elastic_memory.training.session import train
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_memory.training.build import build_config
-from elastic_memory.training.recipe import Recipe, convert, load_recipe, variants
+from elastic_memory.training.recipe import Recipe, load_recipe, variants
 from elastic_memory.training.runs import Run
 
 from .conftest import RECIPES
@@ -66,14 +66,14 @@ def test_tier_paper_trains_as_the_paper_says():
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ("modle: {}", "unknown key modle; did you mean model?"),
+        ("modle: {}", "unknown key modle; did you mean 'model'?"),
         ("training: {tokens: 1, length: 1, batch_tokens: 1, learning_rat: 1}", "training.learning_rat; did you mean"),
-        ("model: {preset: tiny, memory_multiple: many}", "model.memory_multiple: 'many', expected a whole number"),
-        ("model: {preset: tiny, memory_multiple: 1.5}", "model.memory_multiple: '1.5', expected a whole number"),
-        ("execution: {compile: 1}", "execution.compile: '1', expected true or false"),
-        ("execution: {on_oom: retry}", "execution.on_oom: 'retry', expected one of stop, halve"),
+        ("model: {preset: tiny, memory_multiple: many}", "model.memory_multiple: 'many', expected a valid integer"),
+        ("model: {preset: tiny, memory_multiple: 1.5}", "model.memory_multiple: '1.5', expected a valid integer"),
+        ("execution: {compile: 1}", "execution.compile: '1', expected a valid boolean"),
+        ("execution: {on_oom: retry}", "execution.on_oom: 'retry', expected 'stop' or 'halve'"),
         ("training: {tokens: 1000, length: 10}", "training.batch_tokens is missing"),
-        ("training: {tokens: 1000, length: 7, batch_tokens: 100}", "100, no multiple of training.length 7"),
+        ("training: {tokens: 1000, length: 7, batch_tokens: 100}", "100, not a multiple of training.length 7"),
         ("training: [1]", "training: '[1]', expected a section"),
         ("training: {tokens: .nan, length: 1, batch_tokens: 1}", "training.tokens: .nan is not a finite number"),
         (
@@ -114,13 +114,13 @@ def test_overrides_reach_every_level_and_numbers_may_have_exponents(load):
     assert recipe.model.config == {"hidden_size": 32}
     with pytest.raises(ValueError, match="expected key=value"):
         load(GOOD, "training.tokens")
-    with pytest.raises(ValueError, match="did you mean tokens"):
+    with pytest.raises(ValueError, match="did you mean 'tokens'"):
         load(GOOD, "training.token=3")
 
 
 def test_a_resolved_recipe_reads_back_as_itself(load):
     recipe = load(GOOD, "model.sampling=uniform")
-    assert convert(yaml.safe_load(yaml.safe_dump(recipe.to_dict())), Recipe, "copy", "") == recipe
+    assert Recipe.parse(yaml.safe_load(yaml.safe_dump(recipe.to_dict())), "copy") == recipe
 
 
 @given(

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from elastic_memory.training import checkpoints, environment, logs
-from elastic_memory.training.runs import Run
+from elastic_memory.training import checkpoints, logs
+from elastic_memory.training.runs import Run, machine
 from elastic_memory.training.session import Resume, train
 
 from .conftest import same_weights, weights
@@ -101,7 +101,7 @@ def test_a_damaged_line_stops_a_resume_before_anything_changes(quick, corpus, st
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"step": ', b'"stop": ', 1))
     before = {file: file.read_bytes() for file in stopped_at_8.rglob("*") if file.is_file() and file.name != "lock"}
-    with pytest.raises(ValueError, match=rf"{name} line 1 is not as it was written"):
+    with pytest.raises(ValueError, match=rf"{name} line 1 is damaged"):
         train(quick, corpus, stopped_at_8.parent, GO_ON)
     after = {file: file.read_bytes() for file in stopped_at_8.rglob("*") if file.is_file() and file.name != "lock"}
     assert before == after
@@ -148,11 +148,11 @@ def test_another_instruction_set_must_be_accepted(quick, corpus, stopped_at_8, m
         train(quick, corpus, stopped_at_8.parent, GO_ON)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    assert environment.machine(quick.replace(**{"execution.device": "auto"}))["instructions"] is None
+    assert machine(quick.replace(**{"execution.device": "auto"}))["instructions"] is None
 
 
 def test_resuming_where_nothing_was_begun_is_refused(quick, corpus, tmp_path):
-    with pytest.raises(ValueError, match=r"nothing to resume in .*typo: .*leave out --resume"):
+    with pytest.raises(ValueError, match=r"nothing to resume in .*typo: .*omit --resume"):
         train(quick, corpus, tmp_path / "typo", GO_ON)
     assert not (tmp_path / "typo").exists()
     short = quick.replace(**{"training.tokens": 512})

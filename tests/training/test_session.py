@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from elastic_memory.common.locks import locked
 from elastic_memory.data import Samples, prepare, samples
-from elastic_memory.data.folders import locked
 from elastic_memory.training import checkpoints
 from elastic_memory.training.order import sample_order
 from elastic_memory.training.recipe import load_recipe
@@ -102,7 +102,7 @@ def test_a_crash_anywhere_and_resume_end_in_the_same_bits(quick, corpus, tmp_pat
     disturb([call], crash)
     with pytest.raises(KeyError):
         train(quick, corpus, tmp_path)
-    with pytest.raises(ValueError, match=r"was begun before and stands at step \d+ of 12: add --resume"):
+    with pytest.raises(ValueError, match=r"was already started and is at step \d+ of 12: add --resume"):
         train(quick, corpus, tmp_path)
     train(quick, corpus, tmp_path, GO_ON)
     run = only_run(tmp_path)
@@ -142,7 +142,7 @@ def test_damage_is_told_and_the_checkpoint_before_is_used(
     content[len(content) // 2] ^= 1
     path.write_bytes(content if damage == "flip" else content[:-1])
     train(quick, corpus, stopped_at_8.parent, GO_ON)
-    assert f"passed over a damaged checkpoint: step-00000008/{name}" in capsys.readouterr().err
+    assert f"skipped a damaged checkpoint: step-00000008/{name}" in capsys.readouterr().err
     assert events(stopped_at_8, "start")[-1]["step"] == 4
     assert same_weights(stopped_at_8, undisturbed)
     assert [line["step"] for line in lines(stopped_at_8)] == list(range(1, 13))
@@ -151,7 +151,7 @@ def test_damage_is_told_and_the_checkpoint_before_is_used(
 def test_when_no_checkpoint_is_whole_nothing_is_thrown_away(quick, corpus, stopped_at_8):
     for step in (4, 8):
         (checkpoints.folder_of(stopped_at_8 / "checkpoints", step) / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="none of the 2 checkpoints"):
+    with pytest.raises(ValueError, match=r"all 2 checkpoints .* are damaged"):
         train(quick, corpus, stopped_at_8.parent, GO_ON)
     assert len(lines(stopped_at_8)) == 8
 
@@ -277,13 +277,13 @@ def test_another_machine_must_be_accepted(quick, corpus, stopped_at_8, undisturb
 
 
 def test_data_that_does_not_fit_is_refused(quick, corpus, tmp_path):
-    with pytest.raises(ValueError, match=r"rows hold 128 tokens, training.length is 256"):
+    with pytest.raises(ValueError, match=r"rows have 128 tokens, training.length is 256"):
         train(quick.replace(**{"training.length": 256}), corpus, tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer \(bytes\) has 256 tokens, the model 32,000"):
         train(quick.replace(**{"model.config.vocab_size": 32000}), corpus, tmp_path)
-    with pytest.raises(FileNotFoundError, match="holds no prepared rows"):
+    with pytest.raises(FileNotFoundError, match="has no prepared rows"):
         train(quick, tmp_path, tmp_path)
-    with pytest.raises(ValueError, match="4 samples does not divide over 1 processes x micro-batches of 3"):
+    with pytest.raises(ValueError, match="4 samples cannot be split into 1 processes x micro-batches of 3"):
         train(quick.replace(**{"execution.micro_batch": 3}), corpus, tmp_path / "runs")
 
 

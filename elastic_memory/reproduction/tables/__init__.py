@@ -11,10 +11,10 @@ from elastic_memory.reproduction.experiment import Experiment
 from elastic_memory.reproduction.lab import Measurement, Trained
 
 FOLDER = Path(__file__).parent
-FIRST = ("main", "corruption", "learning-rate", "memory-scaling")  # the most important, where order matters
+TABLE_ORDER = ("main", "corruption", "learning-rate", "memory-scaling")  # most important first; others follow
 NAMES = sorted(
     (path.stem.replace("_", "-") for path in FOLDER.glob("[!_]*.py")),
-    key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name),
+    key=lambda name: (TABLE_ORDER.index(name) if name in TABLE_ORDER else len(TABLE_ORDER), name),
 )
 
 
@@ -26,7 +26,7 @@ def load(table: str) -> ModuleType:
 
 
 def summary(table: str) -> str:
-    """The first sentence of a table's file, which is not run for it."""
+    """The first sentence of a table's file, read without importing it."""
     text = (FOLDER / f"{table.replace('-', '_')}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 
@@ -39,5 +39,5 @@ def experiments() -> dict[str, Experiment]:
 
 
 def wanted(model: Trained) -> list[Measurement]:
-    """What any table wants to know of a model: all of it is measured while the weights are there."""
+    """All measurements of a model that any table needs: taken together, while its weights exist."""
     return list(dict.fromkeys(pair for experiment in experiments().values() for pair in experiment.wanted(model)))

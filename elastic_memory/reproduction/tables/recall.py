@@ -1,4 +1,4 @@
-"""What reviewers asked for: is something said many blocks ago still known? Accuracy by distance."""
+"""Not in the paper: how far back a model remembers what it was told, as accuracy by distance."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,39 +8,39 @@ from typing import Any
 import torch
 
 import elastic_memory as em
-from elastic_memory.evaluation.recall import TASKS, VOCABULARY, learn, recall
+from elastic_memory.common.defaults import BLOCK_SIZE
+from elastic_memory.common.files import write_json
+from elastic_memory.evaluation.recall import DISTANCES, TASKS, VOCABULARY, learn, recall
 from elastic_memory.memory import MEMORIES
 from elastic_memory.report.tables import Table
-from elastic_memory.training.files import write_json
 
-DISTANCES = (1, 2, 4, 8, 16, 32, 64)
 GROWN = 8
-TRAINED = 9  # blocks: a distance of 8, so that half of the distances lie beyond what was trained
-FEW = {"Transformer++": {"memory": "none"}, "Elastic, uniform": {"memory": "elastic", "sampling": "uniform"}}
-ALL = FEW | {
+TRAINED = 9  # blocks, a distance of 8: nearly half of the tested distances are longer
+TWO_MODELS = {"Transformer++": {"memory": "none"}, "Elastic, uniform": {"memory": "elastic", "sampling": "uniform"}}
+ALL_MODELS = TWO_MODELS | {
     "Elastic, exponential": {"memory": "elastic", "sampling": "exponential"},
     **{name.capitalize(): {"memory": name} for name in MEMORIES if name not in ("none", "elastic")},
 }
-TIERS: dict[str, dict[str, Any]] = {
+PLANS: dict[str, dict[str, Any]] = {
     "smoke": {
-        "rows": FEW, "tasks": ["passkey"], "steps": 400, "batch": 32, "samples": 256,
+        "rows": TWO_MODELS, "tasks": ["passkey"], "steps": 400, "batch": 32, "samples": 256,
         "model": {"name": "tiny", "memory_multiple": 2, "block_size": 16, "points": 64},
     },
     "small": {
-        "rows": ALL, "tasks": list(TASKS), "steps": 2000, "batch": 64, "samples": 256,
+        "rows": ALL_MODELS, "tasks": list(TASKS), "steps": 2000, "batch": 64, "samples": 256,
         "model": {"name": "tiny", "memory_multiple": 1, "block_size": 64, "points": 192, "hidden_size": 256,
                   "intermediate_size": 512, "num_hidden_layers": 6},
     },
     "paper": {
-        "rows": ALL, "tasks": list(TASKS), "steps": 1000, "batch": 16, "samples": 64,
-        "model": {"name": "100m", "memory_multiple": 1, "block_size": 2048, "points": 512},
+        "rows": ALL_MODELS, "tasks": list(TASKS), "steps": 1000, "batch": 16, "samples": 64,
+        "model": {"name": "100m", "memory_multiple": 1, "block_size": BLOCK_SIZE, "points": 512},
     },
 }  # fmt: skip
 
 
 def run(tier: str, out: Path) -> Table:
-    """Train a model for every row and task, and ask it at distances up to eight times what it was trained for."""
-    plan, device = TIERS[tier], "cuda" if torch.cuda.is_available() else "cpu"
+    """Train a model for every row and task, and test it at up to eight times the distances of training."""
+    plan, device = PLANS[tier], "cuda" if torch.cuda.is_available() else "cpu"
     records, lines = [], []
     for task in plan["tasks"]:
         for row, memory in plan["rows"].items():
@@ -65,7 +65,7 @@ def run(tier: str, out: Path) -> Table:
 
 
 def _readings(model: Any, row: str, memory: str) -> Iterator[str]:
-    """As trained; and, where order and points are free, with both grown as far as the distances go beyond training."""
+    """As trained; and, if order and points can be changed, with both multiplied by `GROWN`."""
     yield row
     if MEMORIES[memory].has_option("points"):
         config = model.config

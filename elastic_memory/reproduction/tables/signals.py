@@ -6,10 +6,10 @@ misalignment, not compression. Ours puts the first token at time 0 and compares 
 
 from pathlib import Path
 
+from elastic_memory.common.files import write_json
 from elastic_memory.evaluation.signals import LENGTH, error, noise, sines
 from elastic_memory.report import plots
 from elastic_memory.report.tables import Table, number
-from elastic_memory.training.files import write_json
 
 # Signal, its values, order, discretisation, the paper's error as printed.
 ROWS = (

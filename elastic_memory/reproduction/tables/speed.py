@@ -1,8 +1,8 @@
 """Table "Speed comparison" and the appendix's raw throughput: training samples/s, and as a ratio to Transformer++.
 
-One process measures everything, each model in turns with Transformer++ of its size: a warm GPU is a slower one.
-Cells that a results file already holds are not measured again, so that an interrupted run goes on. `inference` shows
-the other half of the same measurements.
+One process measures everything, each model interleaved with Transformer++ of its size, because a GPU slows down as it
+warms up. Cells that the results file already has are not measured again. `inference` shows the other half of the same
+measurements.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.environment import environment
+from elastic_memory.common.files import write_json
 from elastic_memory.evaluation.ahead import compile_ahead
 from elastic_memory.evaluation.throughput import Throughput, Workload, throughput
 from elastic_memory.report.tables import Table
-from elastic_memory.training.environment import environment
-from elastic_memory.training.files import write_json
 
 COLUMNS = ("1x", "2x", "4x", "8x", "16x", "200m", "400m")
 UNIFORM, EXPONENTIAL = {"sampling": "uniform"}, {"sampling": "exponential"}
@@ -44,8 +44,8 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...], list[float], list[float]]
         [5.552, 5.558, 5.646, 5.738, 5.653, 5.698, 5.078],
     ),
 }  # fmt: skip
-# Rows of a step: 131,072 tokens. Pairs of models for which that is too much take half, or a quarter.
-TIERS: dict[str, dict[str, Any]] = {
+# A step has 131,072 tokens; pairs of models that do not fit take half, or a quarter.
+PLANS: dict[str, dict[str, Any]] = {
     "smoke": {"presets": dict.fromkeys(("1x", "200m", "400m"), "tiny"), "length": 512, "rows": 2, "repeats": 4},
     "small": {"presets": {"1x": "100m"}, "length": 32768, "rows": 4, "repeats": 4},
     "paper": {"presets": {"1x": "100m", "200m": "200m", "400m": "400m"}, "length": 32768, "rows": 4, "repeats": 4},
@@ -58,8 +58,8 @@ def run(tier: str, out: Path) -> Table:
 
 
 def measure(tier: str, out: Path) -> dict[str, Any]:
-    """All cells of the tier, those of an earlier run on this device kept."""
-    plan, path = TIERS[tier], out / f"speed-{tier}.json"
+    """All cells of the tier; keeps those of an earlier run on this device."""
+    plan, path = PLANS[tier], out / f"speed-{tier}.json"
     out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     cuda = torch.cuda.is_available()
@@ -70,14 +70,14 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
     record = {"table": "speed", "tier": tier, "environment": here, **plan, "cells": record.get("cells", {})}
     missing = [cell for cell in _order(plan) if f"{cell[1]}|{cell[2]}" not in record["cells"]]
     if cuda:
-        # How a memory is sampled is in its numbers, not in its code.
+        # Samplings share compiled code.
         distinct = {str(config.to_dict() | {"sampling": None}): config for config in map(_config, missing)}
         compile_ahead(list(distinct.values()), plan["rows"], plan["length"])
     base: Any = None
     size: str | None = None
     for preset, name, column in missing:
         if preset != size:
-            base, size = None, preset  # frees the old one first
+            base, size = None, preset  # free the old model first
             base = build(_config((preset, "Transformer++", column)))
         models = {"Transformer++": base}
         if name != "Transformer++":
@@ -94,9 +94,9 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
 
 
 def _order(plan: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """All cells as (preset, row, column), so that an interrupted run has most of what matters.
+    """All cells as (preset, row, column), most important first.
 
-    Both kinds of elastic sampling run the same operations, so one of them comes last; model sizes stay together.
+    Both elastic samplings run the same operations, so one of them comes last; models of one size stay together.
     """
     presets = plan["presets"] | dict.fromkeys(("2x", "4x", "8x", "16x"), plan["presets"]["1x"])
     cells = [
@@ -112,15 +112,18 @@ def _config(cell: tuple[str, str, str]) -> em.MemoryLlamaConfig:
     """The model of a cell: as it would be trained, on a GPU with padded heads, and with the memory of its column."""
     preset, name, column = cell
     settings = ROWS[name][0]
-    if column.endswith("x") and name not in ("Transformer++", "Infini-Transformer"):  # that is as large as its heads
+    if column.endswith("x") and name not in (
+        "Transformer++",
+        "Infini-Transformer",
+    ):  # fixed by its heads
         settings = settings | {"memory_multiple": int(column[:-1])}
     return em.MemoryLlamaConfig.preset(preset, **settings, pad_heads=torch.cuda.is_available())
 
 
 def build(config: em.MemoryLlamaConfig) -> Any:
-    """A model, on a GPU compiled."""
+    """A model; compiled on a GPU."""
     cuda = torch.cuda.is_available()
-    with torch.device("cuda" if cuda else "cpu"):  # a large model is drawn faster on a GPU
+    with torch.device("cuda" if cuda else "cpu"):  # initialising a large model is faster on a GPU
         model: Any = em.MemoryLlamaForCausalLM(config)
     if cuda:
         torch.cuda.empty_cache()
@@ -129,7 +132,7 @@ def build(config: em.MemoryLlamaConfig) -> Any:
 
 
 def timed(models: dict[str, Any], plan: dict[str, Any]) -> tuple[Throughput, int]:
-    """The last of the models, in turns with Transformer++ of the same size, and the samples of a step that fit."""
+    """Time the last model, interleaved with Transformer++; and the number of samples per step that fits."""
     rows = plan["rows"]
     while True:
         work = Workload(length=plan["length"], rows=rows, decoded=0, steps=2, repeats=plan["repeats"])
@@ -143,7 +146,7 @@ def timed(models: dict[str, Any], plan: dict[str, Any]) -> tuple[Throughput, int
 
 
 def _measured_at(cells: dict[str, Any]) -> str:
-    """Commits; if there are several, the rows measured at each, with columns where a row is not all of one."""
+    """The commit; or all commits, each with the rows (and columns) measured at it."""
     at = {key: str(cell.get("commit")) for key, cell in cells.items()}
     if len(set(at.values())) == 1:
         return next(iter(at.values()))

@@ -1,4 +1,4 @@
-"""Where a run takes place: what its rounding depends on, and what its user will want to know later."""
+"""Where something was measured: date, versions, commit; and which process of several this is."""
 
 import os
 import platform
@@ -10,32 +10,11 @@ from typing import Any
 
 import accelerate
 import torch
-import transformers
-
-from elastic_memory.training.recipe import Recipe
 
 
 def is_main() -> bool:
     """Whether this is the process that writes."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def machine(recipe: Recipe) -> dict[str, Any]:
-    """Everything that changes how sums are rounded, and nothing else."""
-    execution = recipe.execution
-    cuda = torch.cuda.is_available() and execution.device != "cpu"
-    return {
-        "device": torch.cuda.get_device_name(0) if cuda else "cpu",
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-        "threads": None if cuda else torch.get_num_threads(),
-        "instructions": None if cuda else torch.backends.cpu.get_cpu_capability(),
-        "micro_batch": execution.micro_batch,
-        "compile": execution.compile,
-        "gradient_checkpointing": execution.gradient_checkpointing,
-        "deterministic": execution.deterministic,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def environment() -> dict[str, Any]:

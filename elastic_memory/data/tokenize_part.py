@@ -1,4 +1,4 @@
-"""One part of a corpus into rows of tokens: read, tokenise on all cores, cut, and count what was left out."""
+"""Tokenize one part of a corpus into rows, on all cores, and count what is left out."""
 
 import hashlib
 import os
@@ -17,12 +17,12 @@ from elastic_memory.data.tokenizers import PIECE, Piece, Skip, Tokenizer, encode
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-SIGNATURE = 1 << 16  # characters that decide a document's split, so that copies of a document share one
+SIGNATURE = 1 << 16  # characters that decide a document's split: copies of a document get the same split
 
 
 @dataclass
 class Kept:
-    """A document that gave rows."""
+    """A document that was long enough for rows."""
 
     id: str
     split: str
@@ -33,7 +33,7 @@ class Kept:
 
 @dataclass
 class Outcome:
-    """What became of the documents of a part."""
+    """What was kept and skipped of a part."""
 
     documents: list[Kept] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -41,12 +41,12 @@ class Outcome:
     bytes: int = 0
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """For JSON."""
         return {**vars(self), "documents": [vars(document) for document in self.documents]}
 
 
-class Step(NamedTuple):
-    """A piece of a document to tokenise; without one, the end of that document."""
+class WorkItem(NamedTuple):
+    """A piece of a document to tokenize, or the end of the document if `piece` is None."""
 
     document: Document
     piece: Piece | None = None
@@ -64,38 +64,38 @@ class RowMaker:
         self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
 
     def write(self, part: Part, file: BinaryIO, watch: Callable[[Outcome], None]) -> Outcome:
-        """Write the rows of a part to `file`, its documents in order, whatever the number of workers."""
+        """Write the rows of a part to `file`; the result does not depend on the number of workers."""
         outcome = Outcome()
-        rows = _Rows(file, self.length)
+        rows = RowWriter(file, self.length)
         with ThreadPoolExecutor(self.workers) as cores:
             for batch in _in_order(cores, self._tokenise, _batches(self._read(part, outcome)), 4 * self.workers):
-                for step, ids in batch:
+                for item, ids in batch:
                     if ids is not None:
                         rows.add(ids)
                         continue
-                    outcome.longest = max(outcome.longest, 0 if step.skipped else rows.tokens)
-                    skipped = step.skipped or ("too short" if rows.tokens <= self.length else None)
+                    outcome.longest = max(outcome.longest, 0 if item.skipped else rows.tokens)
+                    skipped = item.skipped or ("too short" if rows.tokens <= self.length else None)
                     if skipped:
                         outcome.skipped[skipped] += 1
                         rows.forget()
                     else:
-                        document = step.document
+                        document = item.document
                         outcome.documents.append(Kept(document.name, document.split, *rows.finish(), document.licence))
                 watch(outcome)
         return outcome
 
-    def _read(self, part: Part, outcome: Outcome) -> Iterator[Step]:
+    def _read(self, part: Part, outcome: Outcome) -> Iterator[WorkItem]:
         for document in part.documents():
             document.split, skipped = part.split or "", None
             try:
                 for piece in pieces(self._checked(document, outcome), self.tokenizer):
-                    yield Step(document, piece)
+                    yield WorkItem(document, piece)
             except Skip as reason:
                 skipped = str(reason)
-            yield Step(document, skipped=skipped)
+            yield WorkItem(document, skipped=skipped)
 
     def _checked(self, document: Document, outcome: Outcome) -> Iterator[str]:
-        """The text, if it may be long enough: most of the web is not, and need not be tokenised to know."""
+        """The text, if it may be long enough: documents with too few bytes are skipped without tokenizing."""
         size, held = 0, []
         for chunk in document.chunks:
             if "\0" in chunk:
@@ -109,7 +109,7 @@ class RowMaker:
             document.split = document.split or self._split(chunk)
             held.append(chunk)
             most = self.tokenizer.most_tokens(size)
-            # Against the longest so far as well, so that the longest is known even if all are too short.
+            # Also compared with the longest so far, to report the longest even if all are too short.
             if most is None or most > min(self.length, outcome.longest):
                 yield "".join(held)
                 held.clear()
@@ -125,12 +125,12 @@ class RowMaker:
                 return split
         return SPLITS[0]
 
-    def _tokenise(self, batch: list[Step]) -> list[tuple[Step, np.ndarray | None]]:
-        return [(step, encode(step.piece, self.tokenizer).astype(self.dtype) if step.piece else None) for step in batch]
+    def _tokenise(self, batch: list[WorkItem]) -> list[tuple[WorkItem, np.ndarray | None]]:
+        return [(item, encode(item.piece, self.tokenizer).astype(self.dtype) if item.piece else None) for item in batch]
 
 
-class _Rows:
-    """Cuts the tokens of one document after another into rows; a document can be forgotten until it is finished."""
+class RowWriter:
+    """Cuts documents into rows; a document can be taken back until it is finished."""
 
     def __init__(self, file: BinaryIO, length: int):
         self.file = file
@@ -145,6 +145,7 @@ class _Rows:
         self.waiting = 0
 
     def add(self, ids: np.ndarray) -> None:
+        """More tokens of the current document."""
         self.held.append(ids)
         self.tokens += len(ids)
         self.waiting += len(ids)
@@ -155,25 +156,26 @@ class _Rows:
             self.held, self.waiting = [joined[whole:]], len(joined) - whole
 
     def finish(self) -> tuple[int, int]:
-        """The document's tokens and rows; the tokens after its last whole row are dropped."""
+        """The document's numbers of tokens and rows; tokens after the last full row are dropped."""
         tokens = self.tokens
         self._begin()
         return tokens, tokens // self.length
 
     def forget(self) -> None:
+        """Take back all rows of the current document."""
         if self.position > self.start:
             self.position = self.file.seek(self.start)
             self.file.truncate()
         self._begin()
 
 
-def _batches(steps: Iterable[Step]) -> Iterator[list[Step]]:
-    """Short documents together, so that handing work to a core costs little beside the work."""
-    batch: list[Step] = []
+def _batches(items: Iterable[WorkItem]) -> Iterator[list[WorkItem]]:
+    """Group short documents, so that handing work to a thread costs little compared with the work."""
+    batch: list[WorkItem] = []
     size = 0
-    for step in steps:
-        batch.append(step)
-        size += len(step.piece.text) if step.piece else 0
+    for item in items:
+        batch.append(item)
+        size += len(item.piece.text) if item.piece else 0
         if size >= PIECE or len(batch) == 1024:
             yield batch
             batch, size = [], 0
@@ -184,7 +186,7 @@ def _batches(steps: Iterable[Step]) -> Iterator[list[Step]]:
 def _in_order(
     cores: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int
 ) -> Iterator[Result]:
-    """`map` on all cores, in order, with at most `ahead` items in memory."""
+    """`map` on all cores, in order, with at most `ahead` items in flight."""
     begun: deque[Future[Result]] = deque()
     for item in items:
         begun.append(cores.submit(function, item))

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import elastic_memory as em
+from elastic_memory.common.checksums import MANIFEST
 from elastic_memory.data.tokenizers import load_tokenizer
 from elastic_memory.evaluation.loading import load_model
-from elastic_memory.training.checkpoints import MANIFEST
-from elastic_memory.training.models import check_files
+from elastic_memory.evaluation.model_files import check_files
 from tests.conftest import small_model
 from tests.evaluation.conftest import llama
 from tests.test_cli import call
@@ -61,9 +61,9 @@ def integers(tensors):
 @pytest.mark.parametrize(
     ("action", "complaint"),
     [
-        (drop_layer, r"weights are missing: model\.layers\.1\."),
-        (rename, r"weights are missing: model\.norm\.weight"),
-        (add, r"no weights of it: model\.layers\.7\.mlp"),
+        (drop_layer, r"missing weights: model\.layers\.1\."),
+        (rename, r"missing weights: model\.norm\.weight"),
+        (add, r"unexpected tensors: model\.layers\.7\.mlp"),
         (integers, r"model\.norm\.weight has type I32"),
     ],
 )

@@ -1,4 +1,4 @@
-"""YAML and JSON from outside, read so that nothing is guessed: every refusal names the key it is about."""
+"""Strict YAML and JSON for files from outside; every error names the file and the key."""
 
 import json
 import math
@@ -8,10 +8,9 @@ from typing import Any
 
 import yaml
 
-MAX_BYTES = 1 << 16  # recipes are a page long; the limit keeps hostile files cheap
+MAX_BYTES = 1 << 16  # a recipe is a page; the limit keeps hostile files cheap
 MAX_DEPTH = 12
 MAX_DIGITS = 100
-_EXPONENT = re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+")  # 2e-3 and 40e9, which YAML 1.1 takes for words
 
 
 def read_yaml(text: str, source: str) -> Any:
@@ -30,14 +29,14 @@ def read_yaml(text: str, source: str) -> Any:
 
 def _check_events(text: str, source: str) -> None:
     depth = 0
-    for bracket in re.findall(r"[][{}]", text):  # before the parser, whose time grows with the square of their number
+    for bracket in re.findall(r"[][{}]", text):  # checked first: the parser is quadratic in their number
         depth += 1 if bracket in "[{" else -1
         if depth > 2 * MAX_DEPTH:
             raise ValueError(f"{source}: brackets nested deeper than {MAX_DEPTH}")
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            raise ValueError(f"{source} line {_line(event)}: alias *{event.anchor}, recipes have none")
+            raise ValueError(f"{source} line {_line(event)}: alias *{event.anchor}: aliases are not allowed")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise ValueError(f"{source} line {_line(event)}: nested deeper than {MAX_DEPTH}")
@@ -67,7 +66,7 @@ def _scalar(node: yaml.Node, source: str, path: str) -> Any:
     if number and len(node.value) > MAX_DIGITS:
         raise ValueError(f"{source}: {path}: a number of {len(node.value):,} digits")
     if not node.tag.endswith((":int", ":float", ":bool", ":null", ":str")):
-        raise ValueError(f"{source}: {path}: {node.tag.split(':')[-1]} {node.value!r}, a number or word was expected")
+        raise ValueError(f"{source}: {path}: {node.tag.split(':')[-1]} {node.value!r}, expected a number or a word")
     try:
         value = yaml.SafeLoader("").construct_object(node)
         # YAML 1.1 reads 2e-3 and 40e9 as words
@@ -89,7 +88,7 @@ def read_json(path: Path, max_bytes: int = 1 << 26) -> Any:
     """The content of a JSON file; NaN, deep nesting and files larger than `max_bytes` are refused."""
     size = path.stat().st_size
     if size > max_bytes:
-        raise ValueError(f"{path}: {size:,} bytes, at most {max_bytes:,} were expected")
+        raise ValueError(f"{path}: {size:,} bytes, at most {max_bytes:,} are allowed")
     return parse_json(path.read_text(encoding="utf-8", errors="replace"), str(path))
 
 
@@ -102,4 +101,4 @@ def parse_json(text: str, source: str) -> Any:
     try:
         return json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: not readable as JSON ({str(error)[:200]})") from None
+        raise ValueError(f"{source}: not valid JSON ({str(error)[:200]})") from None

@@ -1,0 +1,107 @@
+"""`elastic explore`."""
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from elastic_memory.commands.options import check_range
+
+
+def explore(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Runs or model folders (with --text), and memory files; none: signals.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="The UTF-8 text that the models read.")] = None,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("explore.html"),
+    show: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+    serve: Annotated[
+        bool, typer.Option(help="Keep the models loaded, and let them read text pasted into the page.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="Of --serve, on this machine alone; 0: any that is free.")] = 0,
+    tokens: Annotated[int, typer.Option(help="How many tokens of a text are read at most.")] = 4096,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside a model.")] = None,
+) -> None:
+    """The memory microscope: see what a memory keeps, where it looks, and what it changes.
+
+    Writes one HTML page that needs no other file and no network, and opens it. Without a file it shows signals: what
+    comes back of them at any order, number of sample points, sampling and length. With models and a text it shows the
+    text coloured by what memory changes, the attention on each memory token, the words nearest to it, and how much is
+    left of old tokens. Two models, or two memory files, stand side by side.
+
+        elastic explore
+
+        elastic explore runs/my-model runs/another --text book.txt
+
+        elastic explore one.memory.safetensors two.memory.safetensors
+
+        elastic explore runs/my-model --serve
+    """  # fmt: skip
+    from elastic_memory.common.files import write_text
+    from elastic_memory.report import explorer
+    from elastic_memory.report.explorer_server import Server
+
+    check_range(2, 10**6, tokens=tokens)
+    check_range(0, 65535, port=port)
+    memories = [path for path in files or [] if path.name.endswith(explorer.SUFFIX)]
+    folders = [path for path in files or [] if path not in memories]
+    _check(folders, memories, text, serve)
+    book = _read(text) if text else None
+    kept = explorer.memory_files(memories)
+    readers = _readers([str(path) for path in folders], tokenizer)
+
+    def read(words: str) -> list[dict[str, Any]]:
+        found = []
+        for name, reader in readers.items():
+            typer.echo(f"{name} reads the text", err=True)
+            found.append(explorer.document(*reader, words, name, tokens))
+        return found
+
+    subjects = [*(read(book) if book is not None else []), *kept]
+    if not serve:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(out, explorer.page(subjects))
+        print(f"written to {out}")
+        if show:
+            webbrowser.open(out.resolve().as_uri())
+        return
+    server = Server(explorer.page(subjects, live=True), read, port)
+    print(f"{server.address} (Ctrl-C ends it)", flush=True)
+    if show:
+        webbrowser.open(server.address)
+    server.run()
+
+
+def _check(folders: list[Path], memories: list[Path], text: Path | None, serve: bool) -> None:
+    """Refuse what cannot work, or would have no effect, before a model is loaded."""
+    for path in (*folders, *memories, *([text] if text else [])):
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file or folder")
+    for path in folders:
+        if not path.is_dir():
+            raise ValueError(f"{path}: give a run or model folder, or a memory file (*.memory.safetensors)")
+    if text and not folders:
+        raise ValueError(f"--text {text}: name the model that shall read it, such as runs/my-model")
+    if folders and not text and not serve:
+        raise ValueError(f"{folders[0]} has nothing to read: give --text book.txt, or --serve to paste a text")
+    if serve and not folders:
+        raise ValueError("--serve: name the model that shall read what is pasted, such as runs/my-model")
+
+
+def _readers(folders: list[str], tokenizer: str | None) -> dict[str, tuple[Any, Any]]:
+    """Models with their tokenizers, by the name the page gives them."""
+    from elastic_memory.commands.generate import load
+    from elastic_memory.report.charts import short_names
+
+    names = short_names(Path(folder).resolve().name for folder in folders)
+    if len(names) < len(folders):  # folders of one name: their paths tell them apart
+        names = {folder: folder for folder in folders}
+    return {name: load(folder, tokenizer) for name, folder in zip(names.values(), folders, strict=True)}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None

@@ -1,0 +1,76 @@
+"""Files and folders that survive crashes: each appears complete, or not at all."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to write where a folder, a device or a pipe is."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}: name a file to write")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open `path` for writing so that it appears under its name complete and on disk, or not at all."""
+    check_replaceable(path)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        # "x" refuses a link planted under the temporary name; the rename replaces one under the final name.
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk does not say which file it was
+        raise
+    fsync(path.parent)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file's content atomically."""
+    with whole_file(path) as file:
+        file.write(content)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's content by text, atomically."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a file's content by JSON, atomically."""
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give a finished folder its final name, atomically, after all of it is on disk."""
+    for path in sorted(staged.rglob("*")):
+        fsync(path)
+    fsync(staged)
+    os.replace(staged, final)
+    fsync(final.parent)
+
+
+def fsync(path: Path) -> None:
+    """Force a file's content, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,127 @@
+"""What each head of a memory layer looks at, block by block: attention on memory tokens, and words nearest to them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from elastic_memory.attention import window_mask
+from elastic_memory.evaluation.losses import evaluating
+from elastic_memory.operators import Bank
+from elastic_memory.shapes import Float, Int, Tensor
+from elastic_memory.streaming.cache import MemoryCache
+
+NEAREST = 5  # words shown for a memory token
+
+Heads = Float[Tensor, "head token dim"]
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """One block: where its memory tokens stand, the mean attention each head gives them, the tokens nearest to each."""
+
+    seen: int
+    places: list[float] | list[list[float]]
+    attention: Float[Tensor, "head column"]
+    nearest: Int[Tensor, "column near"]
+    similar: Float[Tensor, "column near"]
+
+    def data(self) -> dict[str, Any]:
+        """For the page."""
+        return {
+            "seen": self.seen,
+            "places": self.places,
+            "attention": [[float(f"{share:.4g}") for share in head] for head in self.attention.tolist()],
+            "nearest": self.nearest.tolist(),
+            "similar": [[round(one, 3) for one in row] for row in self.similar.tolist()],
+        }
+
+
+@dataclass
+class LayerView:
+    """One layer: its blocks from the first that has memory tokens on, and each token's attention on all of them."""
+
+    layer: int
+    blocks: list[BlockView] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+    def data(self) -> dict[str, Any]:
+        """For the page."""
+        shares = [float(f"{share:.4g}") for share in self.shares]
+        return {"layer": self.layer, "shares": shares, "blocks": [block.data() for block in self.blocks]}
+
+
+@torch.no_grad()
+def views(model: Any, ids: Int[Tensor, " token"], block: int) -> list[LayerView]:
+    """Read `ids` block by block and look at every layer whose memory stands as tokens in front of the block."""
+    layers = {i: model.base_model.layers[i] for i, memory in model.memories.items() if memory.shares_softmax}
+    found = {index: LayerView(index) for index in layers}
+    history: dict[int, list[Heads]] = {index: [] for index in layers}
+    cache, rope = MemoryCache(model), model.base_model.rope()
+    with evaluating(model), _entering(layers) as entering:
+        for start in range(0, len(ids), block):
+            tokens = ids[None, start : start + block].to(model.device)
+            model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for index, layer in layers.items():
+                query, key, _ = (x[0].float() for x in layer.self_attn.project(layer.input_layernorm(entering[index])))
+                reading = cache.streams[index].reading
+                columns = reading[0][0].float() if reading else key[:, :0]
+                weights = attention(layer, rope, query, key, history[index][-1:], columns)[..., : columns.shape[1]]
+                found[index].shares += weights.sum(-1).mean(0).tolist()
+                if columns.shape[1]:
+                    past = torch.cat(history[index], dim=1)
+                    found[index].blocks.append(_look(layer.memory, start, columns, past, weights.mean(1)))
+                history[index].append(key)
+    return list(found.values())
+
+
+@contextmanager
+def _entering(layers: dict[int, Any]) -> Iterator[dict[int, Float[Tensor, "1 token width"]]]:
+    """What the newest call gave to each layer."""
+    found: dict[int, Tensor] = {}
+    handles = [
+        layer.register_forward_pre_hook(lambda _, inputs, index=index: found.update({index: inputs[0]}))
+        for index, layer in layers.items()
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def attention(
+    layer: Any, rope: Any, query: Heads, key: Heads, before: list[Heads], columns: Float[Tensor, "kv_head column dim"]
+) -> Float[Tensor, "head token all"]:
+    """Softmax weights of a block's tokens on the memory tokens, then on the block (a sliding window: and the last)."""
+    tokens, size = query.shape[1], layer.locality.block_size
+    positions = torch.arange(tokens, device=query.device)
+    local = [rope(key[None], positions)[0]]
+    if layer.locality.sliding and before:
+        local.insert(0, rope(before[0][None], torch.arange(-size, 0, device=query.device))[0])
+    known = torch.cat([columns, *local], dim=1)
+    groups = len(query) // len(known)
+    scores = rope(query[None], positions)[0] @ known.repeat_interleave(groups, dim=0).mT * layer.self_attn.scaling
+    earlier = known.shape[1] - columns.shape[1] - tokens
+    window = size if layer.locality.sliding else earlier + tokens
+    visible = window_mask(tokens, earlier, window, query.device)
+    visible = torch.cat((visible.new_ones(tokens, columns.shape[1]), visible), dim=1)
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1)
+
+
+def _look(
+    memory: Any, seen: int, columns: Float[Tensor, "kv_head column dim"], past: Heads, attention: Tensor
+) -> BlockView:
+    """A block's memory tokens; one without a place of its own stands where the token nearest to it stands."""
+    mean = past.mean(1, keepdim=True)
+    remembered, read = ((x - mean).transpose(0, 1).flatten(1) for x in (columns, past))
+    alike = torch.nn.functional.normalize(remembered, dim=1) @ torch.nn.functional.normalize(read, dim=1).T
+    similar, nearest = alike.topk(min(NEAREST, seen), dim=1)
+    places: Any = nearest[:, 0].tolist()
+    if isinstance(memory.retrieval, Bank):
+        named = memory.retrieval.sample_points(seen) * seen
+        if named.ndim == 1 or len(named) == len(places):
+            places = [*named.tolist(), *places[len(named) :]]
+    return BlockView(seen, places, attention.cpu(), nearest.cpu(), similar.cpu())

@@ -1,0 +1,194 @@
+"""What a file or a folder holds of results, sorted by kind: tables, pictures, evaluations, training, recall.
+
+Everything else is counted, not guessed at. A file that is broken is an error.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_memory.common.strict import parse_json, read_json
+from elastic_memory.report.tables import Table
+
+# a run's result, checkpoints and model, or a prepared corpus: a folder that one of these files says all about
+CLOSED = {"run.json": "run", "manifest.json": "corpus"}
+
+
+@dataclass
+class Results:
+    """Results by kind; each with the path it came from, relative to the folder."""
+
+    tables: dict[str, Table] = field(default_factory=dict)
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trainings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)  # cells of the paper's tables, theirs beside ours
+    recall: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any(
+            (self.tables, self.pictures, self.evaluations, self.trainings, self.curves, self.measured, self.recall)
+        )
+
+
+def collect(path: Path) -> Results:
+    """Sort the results of a folder and all below it, or of one file and those beside it of the same name."""
+    if path.is_file():
+        files = sorted(
+            it for it in path.parent.glob(f"{_escaped(path.stem)}.*") if it.suffix in (".md", ".json", ".png")
+        )
+        folder, files = path.parent, [path, *(it for it in files if it != path)]
+    elif path.is_dir():
+        folder, files = path, list(_files(path))
+    else:
+        raise FileNotFoundError(
+            f"no folder or file {path}: give a run, or --out of `elastic evaluate` or `elastic reproduce`"
+        )
+    found = Results()
+    for file in files:
+        _sort(file, file.relative_to(folder).as_posix(), found)
+    if not found:
+        raise ValueError(
+            f"{path} holds no results: expected tables of `elastic reproduce`, JSON of `elastic evaluate --out`, "
+            "or runs of `elastic train`"
+        )
+    return found
+
+
+def _escaped(stem: str) -> str:
+    """A name in which no character stands for others."""
+    return re.sub(r"([*?[])", r"[\1]", stem)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Every file, in order; of a run only its metrics and its result, of a prepared corpus none, nothing hidden."""
+    closed = next((kind for name, kind in CLOSED.items() if (folder / name).is_file()), None)
+    if closed:
+        names = ("metrics.jsonl", "result.json") if closed == "run" else ()
+        yield from (folder / name for name in names if (folder / name).is_file())
+        return
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.is_symlink():
+            continue
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
+
+
+def _sort_record(content: dict[str, Any], path: Path, name: str, found: Results) -> None:
+    """A run's record of `elastic reproduce`: its training, and what was measured of it as it was trained."""
+    trained = content["trained"]
+    if trained:
+        found.trainings[name] = trained
+        each = trained["tokens"] / trained["steps"] if trained.get("steps") else 1
+        found.curves[trained["name"]] = [
+            {"tokens": step * each, "loss": loss} for step, loss in trained.get("curve", [])
+        ]
+    for entry in content["measured"]:
+        if (
+            "ppl" in entry.get("metrics", {})
+            and not entry["conditions"]["corrupt"]
+            and not entry["conditions"]["sampling"]
+        ):
+            _check_evaluation(entry, path)
+            found.evaluations[name] = entry
+
+
+def _sort(path: Path, name: str, found: Results) -> None:
+    content = read_json(path) if path.suffix == ".json" else None
+    table = _parse(path) if path.suffix == ".md" else None
+    if table:
+        found.tables[name] = table
+    elif path.suffix == ".png":
+        found.pictures[name] = _png(path)
+    elif path.name == "metrics.jsonl":
+        found.curves[path.parent.name] = _steps(path)
+    elif isinstance(content, dict):
+        _sort_json(content, path, name, found)
+    elif not path.with_suffix(".md").exists():
+        found.left_out.append(name)
+
+
+def _sort_json(content: dict[str, Any], path: Path, name: str, found: Results) -> None:
+    keys = content.keys()
+    if {"trained", "measured", "tier"} <= keys:
+        _sort_record(content, path, name, found)
+    elif isinstance(content.get("metrics"), dict):
+        _check_evaluation(content, path)
+        found.evaluations[name] = content
+        for entry in _list(content["metrics"].get("recall", [])):
+            _add_recall({"row": content["checkpoint"], **entry}, path, found)
+    elif {"final_loss", "tokens", "name"} <= keys:
+        found.trainings[name] = content
+    elif {"table", "title", "cells"} <= keys:
+        found.measured[name] = content
+    elif content.get("table") == "recall":
+        for entry in content["rows"]:
+            _add_recall(entry, path, found)
+    elif not path.with_suffix(".md").exists():  # a table's own data says nothing that the table does not
+        found.left_out.append(name)
+
+
+def _add_recall(entry: dict[str, Any], path: Path, found: Results) -> None:
+    if not {"row", "task", "distance", "accuracy"} <= entry.keys():
+        raise ValueError(f"{path}: a measurement of recall has row, task, distance and accuracy; this has {[*entry]}")
+    found.recall.setdefault(f"{entry['task']}: {entry['row']}", []).append(entry)
+
+
+def _parse(path: Path) -> Table | None:
+    """What `Table.markdown` wrote; None for any other page."""
+    first, *rest = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+    bold = re.fullmatch(r"\*\*(.+)\*\*", first)
+    rows = [[cell.strip() for cell in line.strip()[1:-1].split(" | ")] for line in rest if line.startswith("|")]
+    if not bold or len(rows) < 2:
+        return None
+    columns, _, *cells = rows
+    for row in cells:
+        if len(row) != len(columns):
+            raise ValueError(f"{path}: {len(columns)} columns, but a row has {len(row)}: {' | '.join(row)[:80]}")
+    note = " ".join(line for line in rest if line and not line.startswith("|"))
+    return Table(bold[1], columns, cells, note)
+
+
+def _png(path: Path) -> bytes:
+    content = path.read_bytes()
+    if not content.startswith(b"\x89PNG"):
+        raise ValueError(f"{path}: not a PNG picture")
+    return content
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    """The steps of a run; a last line without an end was being written and does not count."""
+    *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    steps = [parse_json(line, f"{path} line {index}") for index, line in enumerate(whole, 1)]
+    for index, step in enumerate(steps, 1):
+        try:
+            step |= {"tokens": int(step["tokens"]), "loss": float(step["loss"])}
+        except (TypeError, LookupError, ValueError):
+            raise ValueError(f"{path} line {index}: a step has `tokens` and `loss`, this is {str(step)[:80]}") from None
+    return steps
+
+
+def _check_evaluation(content: dict[str, Any], path: Path) -> None:
+    """Refuse, before anything is drawn, what `elastic evaluate` would not have written."""
+    metrics, known = content["metrics"], content.get("checkpoint")
+    others = [it for name, result in metrics.items() if name != "ppl" for it in _list(result)]
+    if not isinstance(known, str) or not all(isinstance(it, dict) for it in [metrics.get("ppl", {}), *others]):
+        raise ValueError(f"{path}: not an evaluation as `elastic evaluate` writes it")
+    for protocol, result in metrics.get("ppl", {}).items():
+        sound = isinstance(result, dict) and isinstance(result.get("protocol"), str)
+        sound = sound and isinstance(result.get("by_block"), list)
+        numbers = [result.get("ppl"), *result["by_block"]] if sound else []
+        if not sound or not all(isinstance(it, int | float) for it in numbers):
+            raise ValueError(
+                f"{path}: the perplexity by {protocol} lacks its protocol or blocks, or holds what is no number"
+            )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
