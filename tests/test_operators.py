@@ -1,4 +1,4 @@
-"""The bank: both roads against each other and against the oracle, for any split, length and sampling."""
+"""The bank: both algorithms against each other and against the oracle, for any split, length and sampling."""
 
 import gc
 import itertools
@@ -25,7 +25,7 @@ def close(actual, expected, within: float) -> None:
 
 
 def stream(bank: Bank, signal: torch.Tensor, blocks: list[int], dtype: torch.dtype = DOUBLE) -> torch.Tensor:
-    """The reading after the last block, by the streaming road."""
+    """The reading after the last block, by the streaming algorithm."""
     state, time = torch.zeros(bank.order, signal.shape[1], dtype=dtype), 0
     for block in blocks:
         step = bank.step(time, time + block, CPU, dtype)
@@ -91,10 +91,10 @@ def test_far_out_one_long_step_equals_two(order, start, first, second):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(("size", "blocks"), [(16, 6), (33, 2), (1, 9), (64, 3)])
-def test_both_roads_of_a_plan_agree(sampling, size, blocks):
+def test_both_algorithms_of_a_plan_agree(sampling, size, blocks):
     bank = Bank(24, 10, sampling)
-    direct = bank.plan(size, blocks, CPU, DOUBLE, road="direct")
-    recurrent = bank.plan(size, blocks, CPU, DOUBLE, road="recurrent")
+    direct = bank.plan(size, blocks, CPU, DOUBLE, algorithm="direct")
+    recurrent = bank.plan(size, blocks, CPU, DOUBLE, algorithm="recurrent")
     assert isinstance(direct, Direct)
     assert isinstance(recurrent, Recurrent)
     assert [tuple(weight.shape) for weight in direct.weights] == [(10, size * i) for i in range(1, blocks)]
@@ -104,11 +104,11 @@ def test_both_roads_of_a_plan_agree(sampling, size, blocks):
         close(weight @ signal[: weight.shape[1]], reading, 1e-11)
 
 
-def test_gradients_agree_on_both_roads():
+def test_gradients_agree_on_both_algorithms():
     bank, gradients = Bank(24, 10, "exponential"), []
-    for road in ("direct", "recurrent"):
+    for algorithm in ("direct", "recurrent"):
         signal = torch.randn(96, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        plan = bank.plan(16, 6, CPU, DOUBLE, road=road)
+        plan = bank.plan(16, 6, CPU, DOUBLE, algorithm=algorithm)
         readings = (
             [weight @ signal[: weight.shape[1]] for weight in plan.weights]
             if isinstance(plan, Direct)
@@ -121,18 +121,18 @@ def test_gradients_agree_on_both_roads():
 
 def test_a_single_block_needs_nothing():
     bank = Bank(8, 4)
-    assert bank.plan(16, 1, CPU, road="direct").weights == ()
-    assert [len(part) for part in bank.plan(16, 1, CPU, road="recurrent")] == [0, 0, 0]
+    assert bank.plan(16, 1, CPU, algorithm="direct").weights == ()
+    assert [len(part) for part in bank.plan(16, 1, CPU, algorithm="recurrent")] == [0, 0, 0]
 
 
 def test_uniform_reads_every_history_with_one_matrix():
-    assert len(Bank(8, 4, "uniform").plan(16, 6, CPU, road="recurrent").reconstructions) == 1
-    assert len(Bank(8, 4, "exponential").plan(16, 6, CPU, road="recurrent").reconstructions) == 5
+    assert len(Bank(8, 4, "uniform").plan(16, 6, CPU, algorithm="recurrent").reconstructions) == 1
+    assert len(Bank(8, 4, "exponential").plan(16, 6, CPU, algorithm="recurrent").reconstructions) == 5
 
 
-def test_the_cheaper_road_is_taken():
+def test_the_cheaper_algorithm_is_taken():
     cost = Bank(540, 512).cost(2048, 16, width=1440)
-    assert {road: round(flops / 1e9) for road, flops in cost.items()} == {"direct": 362, "recurrent": 71}
+    assert {algorithm: round(flops / 1e9) for algorithm, flops in cost.items()} == {"direct": 362, "recurrent": 71}
     assert round(Bank(2160, 512).cost(2048, 16, width=1440)["recurrent"] / 1e9) == 427
     assert isinstance(Bank(8, 32).plan(64, 5, CPU), Recurrent)
     assert isinstance(Bank(300, 32).plan(64, 5, CPU), Direct)
@@ -151,11 +151,11 @@ def test_matrices_are_cast_last(dtype):
     bank = Bank(140, 4, "exponential")
     assert torch.equal(bank.step(15, 16, CPU, dtype).transition, hippo.transition(140, 15, 16).to(dtype))
     assert torch.equal(bank.direct(300, CPU, dtype), bank.direct(300, CPU, DOUBLE).to(dtype))
-    for road in ("direct", "recurrent"):
-        exact = [part for part in bank.plan(50, 4, CPU, DOUBLE, road=road)]
+    for algorithm in ("direct", "recurrent"):
+        exact = [part for part in bank.plan(50, 4, CPU, DOUBLE, algorithm=algorithm)]
         # what is carried from block to block stays wide
-        kept = dtype if road == "direct" else torch.promote_types(dtype, torch.float32)
-        for cast, full in zip(bank.plan(50, 4, CPU, dtype, road=road), exact, strict=True):
+        kept = dtype if algorithm == "direct" else torch.promote_types(dtype, torch.float32)
+        for cast, full in zip(bank.plan(50, 4, CPU, dtype, algorithm=algorithm), exact, strict=True):
             for ours, theirs in zip(cast, full, strict=True):
                 assert torch.equal(ours, theirs.to(kept))
 
@@ -206,7 +206,7 @@ def test_a_sampling_of_ones_own():
         (lambda: Bank(4, 0), "0 points"),
         (lambda: Bank(4, 4, "exponental"), "did you mean 'exponential'"),
         (lambda: Bank(4, 4, "uniform", (("decay", 0.5),)), "takes none"),
-        (lambda: Bank(4, 4).plan(8, 2, CPU, road="scenic"), "direct or recurrent"),
+        (lambda: Bank(4, 4).plan(8, 2, CPU, algorithm="scenic"), "direct or recurrent"),
         (lambda: Bank(4, 4).plan(0, 2, CPU), "2 blocks of 0 tokens"),
         (lambda: Bank(4, 4).step(8, 4, CPU), "from time 8 to time 4"),
         (lambda: Bank(4, 4).reconstruction(0, CPU), "0 tokens"),
@@ -229,8 +229,8 @@ def test_pieces_cover_every_token_once():
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_gpu_builds_the_same_matrices(sampling):
     bank = Bank(300, 32, sampling)
-    for road in ("direct", "recurrent"):
-        here, there = (bank.plan(256, 5, device, DOUBLE, road=road) for device in ("cpu", "cuda"))
+    for algorithm in ("direct", "recurrent"):
+        here, there = (bank.plan(256, 5, device, DOUBLE, algorithm=algorithm) for device in ("cpu", "cuda"))
         for ours, theirs in zip(here, there, strict=True):
             for one, other in zip(ours, theirs, strict=True):
                 close(other.cpu(), one, 1e-11)

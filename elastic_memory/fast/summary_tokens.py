@@ -32,7 +32,8 @@ def one_block(
         parts = [part for part in (front, tokens, tail, unused) if part is not None]
         tokens = torch.cat([part.to(tokens.dtype) for part in parts], dim=1)
     query, key, value = attention.project(layer.input_layernorm(tokens))
-    mixed = attention.attend(rope.inside(query, before), rope.inside(key, before), value)
+    rotated_key = rope.inside(key, before)
+    mixed = attention.attend(rope.inside(query, before), rotated_key, value)
     # The front is not needed any more, except for the few tokens that keep the rest aligned.
     first = before % PADDING
     output = layer.finish(tokens[:, before - first :], mixed[:, :, before - first :])
