@@ -45,11 +45,11 @@ with order and sample points raised eightfold. Record: [recall.json](results/rec
 """
 
 LANGUAGE = """\
-**Language modelling.** Models of 34M parameters, trained on 150M tokens of mathematical text. The picture shows how
-much the perplexity of each model rises when its memory is erased at every block: an upper bound on what the memory is
-worth. The paper ranks the mechanisms differently. At this scale and with so few seeds no ranking is decided. What is
-missing, the paper's claims one by one, and how to read the numbers: [results](results/README.md). Record:
-[main-small.json](results/main-small.json).
+**Language modelling.** Models of 34M parameters, each trained on 150M tokens. The picture shows, on mathematical text
+(`proofs`), how much the perplexity of each model rises when its memory is erased at every block: an upper bound on what
+the memory is worth. The paper ranks the mechanisms differently. At this scale and with so few seeds no ranking is
+decided. What is missing, the paper's claims one by one, and how to read the numbers: [results](results/README.md).
+Record: [main-small.json](results/main-small.json).
 """
 
 
