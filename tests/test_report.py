@@ -134,6 +134,7 @@ def test_text_cannot_end_the_data(folder):
     write(folder / "evaluations" / "a.json", evaluation(evil, [5.0, 4.0]))
     found = page(folder, evil)
     assert evil not in found and "<script>alert" not in found
+    assert "<" not in re.search(r'id="data">(.*?)</script>\n', found, re.DOTALL)[1], "nothing that could be a tag"
     assert charts_of(found)["evaluation"][0]["series"][0]["name"] == evil
 
 

@@ -72,7 +72,10 @@ def visit(browser):
 def documents():
     text, tokenizer = f"It was the best of times. {EVIL} " * 3, load_tokenizer("bytes")
     models = {"exponential": tiny(sampling="exponential"), "cells": tiny(sampling="uniform_cells", memory_order=8)}
-    return [explorer.document(model, tokenizer, text, f"{name} {EVIL}", 200) for name, model in models.items()]
+    found = [explorer.document(model, tokenizer, text, f"{name} {EVIL}", 200) for name, model in models.items()]
+    for one in found:
+        one["tokens"][5] = EVIL  # other tokenizers have long tokens
+    return found
 
 
 @pytest.fixture(scope="module")
