@@ -255,6 +255,22 @@ def test_timeline(visit, written, documents):
     assert sorted(marked) == sorted(nearest)
 
 
+def test_keys(visit, written):
+    view = visit(written["documents"])
+    for key, section in (("1", "document"), ("2", "timeline"), ("3", "age"), ("4", "signal")):
+        view.keyboard.press(key)
+        top = view.evaluate(f"document.getElementById('{section}').getBoundingClientRect().top")
+        bottom = view.evaluate("document.documentElement.scrollHeight - scrollY - innerHeight")
+        assert abs(top) < 120 or bottom < 2, section
+    view.focus("#order")
+    view.keyboard.press("ArrowRight")
+    assert view.evaluate("microscope.state.order") == 33
+    check_signal(view)
+    view.focus("#signal-charts .plot")
+    view.keyboard.press("Home")
+    assert "at token" in view.inner_text("#signal-charts .legend")
+
+
 def test_memory_files_side_by_side(visit, written):
     view = visit(written["memories"])
     titles = view.eval_on_selector_all("#signal-charts h3", "all => all.map((one) => one.textContent)")
