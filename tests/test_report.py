@@ -134,6 +134,7 @@ def test_text_cannot_end_the_data(folder):
     write(folder / "evaluations" / "a.json", evaluation(evil, [5.0, 4.0]))
     found = page(folder, evil)
     assert evil not in found and "<script>alert" not in found
+    assert "<" not in re.search(r'id="data">(.*?)</script>\n', found, re.DOTALL)[1], "nothing that could be a tag"
     assert charts_of(found)["evaluation"][0]["series"][0]["name"] == evil
 
 
@@ -207,6 +208,9 @@ def test_names_are_as_short_as_they_can_be():
         ("a.json", {"checkpoint": "c", "metrics": {"longppl": 3}}, "a.json: not an evaluation"),
         ("a.json", {"checkpoint": "c", "metrics": {"ppl": {"P0": {"ppl": 1}}}}, "a.json: the perplexity by P0 lacks"),
         ("a.json", evaluation("c", [1]) | {"checkpoint": None}, "a.json: not an evaluation"),
+        ("a.json", evaluation("c", [1], by_position=["low"]), "a.json: the perplexity by P0 lacks"),
+        ("recall.json", {"table": "recall", "rows": [{"row": "A", "task": "t"}]}, "recall.json: recall has"),
+        ("recall.json", {"table": "recall", "rows": [3]}, "recall.json: recall has"),
         ("a.md", "**T**\n\n| a | b |\n| --- | --- |\n| 1 |\n", "a.md: 2 columns, but a row has 1"),
         ("a.png", "GIF89a", "a.png: not a PNG"),
         ("metrics.jsonl", '{"tokens": 1, "loss": 2}\n{"tok\n', "metrics.jsonl line 2: not valid JSON"),

@@ -152,8 +152,18 @@ def _paper_series(
     return [one._replace(x=[x + shift for x in one.x]) for one, shift in zip(series, aside, strict=True)]
 
 
+def carried(evaluation: dict[str, Any]) -> float | None:
+    """How many numbers a model carries from block to block, if its evaluation says so."""
+    layers = evaluation.get("memory")
+    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
+        return None
+    sizes = [layer.get("carried_floats") for layer in layers]
+    return sum(sizes) if all(isinstance(size, int | float) for size in sizes) else None
+
+
 def _ours(cell: dict[str, Any], metric: str) -> float | None:
-    return cell["values"][metric]
+    value = cell["values"][metric]
+    return value if isinstance(value, int | float) else None
 
 
 def _papers(cell: dict[str, Any], metric: str) -> float | None:
@@ -190,10 +200,10 @@ def _sizes(evaluations: Sequence[dict[str, Any]], names: dict[str, str]) -> list
     kinds: dict[str, int] = {}
     for evaluation in evaluations:
         result = evaluation["metrics"].get("ppl", {}).get("P0")
-        layers = evaluation.get("memory")
-        if result and isinstance(layers, list):
-            color = kinds.setdefault(", ".join(sorted({layer["memory"] for layer in layers})), len(kinds))
-            size, name = sum(layer["carried_floats"] for layer in layers), names[evaluation["checkpoint"]]
+        size = carried(evaluation)
+        if result and size is not None:
+            kind = ", ".join(sorted({str(layer.get("memory")) for layer in evaluation["memory"]}))
+            color, name = kinds.setdefault(kind, len(kinds)), names[evaluation["checkpoint"]]
             point = Series(name, [size], [result["ppl"]], dots=True, color=color)
             found.setdefault(result["protocol"], []).append(point)
     note = (

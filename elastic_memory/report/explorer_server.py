@@ -24,7 +24,10 @@ class Server:
             content, reader = page.encode(), staticmethod(one_at_a_time)
 
         # Threads: a browser keeps connections open that it may never use.
-        self.server = ThreadingHTTPServer((HOST, port), Handler)
+        try:
+            self.server = ThreadingHTTPServer((HOST, port), Handler)
+        except OSError as error:
+            raise ValueError(f"--port {port}: {error.strerror}; give another, or 0 for any that is free") from None
         self.address = f"http://{HOST}:{self.server.server_port}/"
 
     def run(self) -> None:

@@ -94,10 +94,9 @@ def _summary(evaluations: Iterable[dict[str, Any]]) -> list[Table]:
         metrics = evaluation["metrics"]
         kept, erased = (metrics.get("ppl", {}).get(protocol, {}).get("ppl") for protocol in ("P0", "P4"))
         long = metrics.get("longppl")
-        layers = evaluation.get("memory")
-        size = sum(layer["carried_floats"] for layer in layers) if isinstance(layers, list) else None
+        long = long.get("longppl") if isinstance(long, dict) else None
         told = [_cell(kept), _cell(erased), f"{erased / kept - 1:.1%}" if kept and erased else "-"]
-        rows.append([evaluation["checkpoint"], *told, _cell(long.get("longppl") if long else None), _cell(size)])
+        rows.append([evaluation["checkpoint"], *told, _cell(long), _cell(charts.carried(evaluation))])
     columns = ["model", "PPL", "PPL, memory erased", "rise", "LongPPL", "numbers carried"]
     note = "Rise: how much higher the perplexity is when memory is erased at every block (P4 against P0)."
     return [Table("Models", columns, rows, note)] if rows else []

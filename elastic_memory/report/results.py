@@ -135,8 +135,10 @@ def _sort_json(content: dict[str, Any], path: Path, name: str, found: Results) -
 
 
 def _add_recall(entry: dict[str, Any], path: Path, found: Results) -> None:
-    if not {"row", "task", "distance", "accuracy"} <= entry.keys():
-        raise ValueError(f"{path}: a measurement of recall has row, task, distance and accuracy; this has {[*entry]}")
+    known = entry if isinstance(entry, dict) else {}
+    numbers = [known.get("distance"), known.get("accuracy")]
+    if not {"row", "task"} <= known.keys() or not all(isinstance(number, int | float) for number in numbers):
+        raise ValueError(f"{path}: recall has row, task, and the numbers distance and accuracy, not {str(entry)[:80]}")
     found.recall.setdefault(f"{entry['task']}: {entry['row']}", []).append(entry)
 
 
@@ -183,7 +185,8 @@ def _check_evaluation(content: dict[str, Any], path: Path) -> None:
     for protocol, result in metrics.get("ppl", {}).items():
         sound = isinstance(result, dict) and isinstance(result.get("protocol"), str)
         sound = sound and isinstance(result.get("by_block"), list)
-        numbers = [result.get("ppl"), *result["by_block"]] if sound else []
+        sound = sound and isinstance(result.get("by_position") or [], list)
+        numbers = [result.get("ppl"), *result["by_block"], *(result.get("by_position") or [])] if sound else []
         if not sound or not all(isinstance(it, int | float) for it in numbers):
             raise ValueError(
                 f"{path}: the perplexity by {protocol} lacks its protocol or blocks, or holds what is no number"

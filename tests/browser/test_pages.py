@@ -72,7 +72,10 @@ def visit(browser):
 def documents():
     text, tokenizer = f"It was the best of times. {EVIL} " * 3, load_tokenizer("bytes")
     models = {"exponential": tiny(sampling="exponential"), "cells": tiny(sampling="uniform_cells", memory_order=8)}
-    return [explorer.document(model, tokenizer, text, f"{name} {EVIL}", 200) for name, model in models.items()]
+    found = [explorer.document(model, tokenizer, text, f"{name} {EVIL}", 200) for name, model in models.items()]
+    for one in found:
+        one["tokens"][5] = EVIL  # other tokenizers have long tokens
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +253,22 @@ def test_timeline(visit, written, documents):
         ".text >> nth=0 >> .source", "all => all.map((one) => Number(one.dataset.token))"
     )
     assert sorted(marked) == sorted(nearest)
+
+
+def test_keys(visit, written):
+    view = visit(written["documents"])
+    for key, section in (("1", "document"), ("2", "timeline"), ("3", "age"), ("4", "signal")):
+        view.keyboard.press(key)
+        top = view.evaluate(f"document.getElementById('{section}').getBoundingClientRect().top")
+        bottom = view.evaluate("document.documentElement.scrollHeight - scrollY - innerHeight")
+        assert abs(top) < 120 or bottom < 2, section
+    view.focus("#order")
+    view.keyboard.press("ArrowRight")
+    assert view.evaluate("microscope.state.order") == 33
+    check_signal(view)
+    view.focus("#signal-charts .plot")
+    view.keyboard.press("Home")
+    assert "at token" in view.inner_text("#signal-charts .legend")
 
 
 def test_memory_files_side_by_side(visit, written):

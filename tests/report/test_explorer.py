@@ -246,6 +246,11 @@ def test_a_server_reads_text_for_its_own_page_alone(server):
     assert ask(server, "elsewhere", b"{}")[0] == 400
 
 
+def test_a_port_that_is_taken(server):
+    with pytest.raises(ValueError, match=r"--port \d+: .* give another, or 0"):
+        Server("", list, server.server.server_port)
+
+
 def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["elastic", "explore", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:

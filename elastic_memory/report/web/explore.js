@@ -161,15 +161,15 @@
 
   for (const name of Object.keys(DEFAULTS)) if ($(name) && name !== "theme") $(name).oninput = (event) => set(name, event.target.value);
 
+  const links = () => [...document.querySelectorAll("nav a")];
   function theme() { state.theme = Charts.theme(Charts.other()); write(); }
   $("theme").onclick = theme;
   document.onkeydown = (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName)) return;
     if (event.key === "t") theme();
-    const view = ["signal", "document", "timeline", "age"][Number(event.key) - 1];
-    if (view && !$(view).hidden) $(view).scrollIntoView();
+    links().filter((link) => !link.hidden)[Number(event.key) - 1]?.click();
   };
-  for (const link of document.querySelectorAll("nav a")) link.onclick = (event) => { event.preventDefault(); document.querySelector(link.getAttribute("href")).scrollIntoView(); };
+  for (const link of links()) link.onclick = (event) => { event.preventDefault(); document.querySelector(link.getAttribute("href")).scrollIntoView(); };
 
   // -- a live model -------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,10 @@
   }
   $("read").onclick = send;
 
-  if (subjects.some((one) => one.kind === "document") || data.live) $("help").before($("signal"));
+  if (subjects.some((one) => one.kind === "document") || data.live) {
+    $("help").before($("signal"));
+    document.querySelector("nav a[href='#help']").before(document.querySelector("nav a[href='#signal']"));
+  }
   read();
   if (!location.hash && subjects.length > 1) state.beside = 1;
   if (!location.hash && subjects[0]?.kind === "memory" && subjects[0].features.length)
