@@ -31,7 +31,8 @@ def bench(
     from rich.console import Console
 
     import elastic_memory as em
-    from elastic_memory.common.files import check_replaceable
+    from elastic_memory.common.environment import environment, hardware
+    from elastic_memory.common.files import check_replaceable, write_json
     from elastic_memory.evaluation.throughput import Workload, throughput
     from elastic_memory.memory import MEMORIES
     from elastic_memory.report.tables import Table
@@ -54,17 +55,14 @@ def bench(
             model.compile_blocks()
     timed = throughput(models, work)
 
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    title = f"{size}, {multiple}x memory, samples of {work.length} tokens, {rows} at a time, on {where}"
+    title = f"{size}, {multiple}x memory, samples of {work.length} tokens, {rows} at a time, on {hardware()}"
     columns = ["memory", "training samples/s", "ratio", "evaluation samples/s", "ratio", "decoding tokens/s", "ratio"]
     Console().print(Table(title, [*columns, "peak"], [_cells(one) for one in timed]).rich())
     if out:
-        from elastic_memory.common.environment import environment
-        from elastic_memory.common.files import write_json
-
         out.parent.mkdir(parents=True, exist_ok=True)
-        facts = {"preset": size, "multiple": multiple, "device": where, "torch": torch.__version__, **environment()}
-        write_json(out, {**facts, "work": dataclasses.asdict(work), "results": [dataclasses.asdict(x) for x in timed]})
+        facts = {"preset": size, "multiple": multiple, "device": hardware(), "torch": torch.__version__}
+        facts |= {"work": dataclasses.asdict(work), "results": [dataclasses.asdict(one) for one in timed]}
+        write_json(out, facts | environment())
 
 
 def _cells(one: Any) -> list[str]:

@@ -38,6 +38,11 @@ def commit() -> str | None:
         return os.environ.get("ELASTIC_COMMIT")  # for machines that get a copy without its history
 
 
+def hardware() -> str:
+    """The GPU, or the number of CPU threads."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+
+
 def peak_memory() -> int:
     """Most bytes ever in use: on the accelerator if there is one, else by this process."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():

@@ -1,5 +1,6 @@
 """Files and folders that survive crashes: each appears complete, or not at all."""
 
+import errno
 import hashlib
 import json
 import os
@@ -7,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's quota, or the largest file allowed
 
 
 def check_replaceable(path: Path) -> None:

@@ -9,7 +9,6 @@ An interrupted call repeats only the part it was in. A shard does every n-th par
 without a shard then finds all parts done and combines them: the same bytes as from a single call.
 """
 
-import errno
 import hashlib
 import json
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic_memory.common.defaults import LENGTH
-from elastic_memory.common.files import sha256, whole_file, write_json
+from elastic_memory.common.files import DISK_FULL, sha256, whole_file, write_json
 from elastic_memory.common.locks import locked
 from elastic_memory.data.corpora import find_parts
 from elastic_memory.data.gather import NothingKept, Preparation, gather, part_files
@@ -182,6 +181,6 @@ def _plain_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in DISK_FULL:
             raise
         raise ValueError(f"no space left for {folder}: free some and repeat the command to resume") from None

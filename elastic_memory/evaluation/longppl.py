@@ -281,16 +281,8 @@ def _summary(records: list[RowRecord], settings: Settings, reference: dict[str, 
         keys=[r["keys"] for r in records],
         by_document=by_document((r["document"], r["key_loss"], len(r["keys"])) for r in records),
         reference=reference,
-        protocol=", ".join(
-            [
-                f"reference={reference['reference']}",
-                f"K={settings.trunc_len}",
-                f"w={settings.sliding_window}",
-                f"alpha={settings.alpha:g}",
-                f"beta={settings.beta:g}",
-                f"keys={key_tokens} in {len(records)} texts",
-            ]
-        ),
+        protocol=f"reference={reference['reference']}, K={settings.trunc_len}, w={settings.sliding_window}, "
+        f"alpha={settings.alpha:g}, beta={settings.beta:g}, keys={key_tokens} in {len(records)} texts",
     )
 
 

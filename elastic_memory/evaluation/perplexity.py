@@ -145,10 +145,8 @@ def _ratios(sums: list[list[float]], counts: list[np.ndarray]) -> list[float]:
 def _describe(protocol: str, block: int, stride: int, counts: list[int]) -> str:
     length = f"{counts[0] + 1}" if len(set(counts)) == 1 else f"{min(counts) + 1}..{max(counts) + 1}"
     scored = f"{counts[0]} x {len(counts)}" if len(set(counts)) == 1 else f"{sum(counts)}"
-    moved = [f"stride={stride}"] if protocol == "P1" else []
-    return ", ".join(
-        [protocol, f"L={block}", *moved, f"T={length}", f"reset={PROTOCOLS[protocol].reset}", f"n={scored}"]
-    )
+    moved = f", stride={stride}" if protocol == "P1" else ""
+    return f"{protocol}, L={block}{moved}, T={length}, reset={PROTOCOLS[protocol].reset}, n={scored}"
 
 
 def _check_vocabulary(model: Model, ids: Tensor, indices: list[int]) -> None:

@@ -1,6 +1,5 @@
 """`train`: one run from recipe to result, through interruptions, bad steps and changes of machine."""
 
-import errno
 import gc
 import os
 import shutil
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 
 from elastic_memory.common.checksums import IncompleteError, write_manifest
 from elastic_memory.common.environment import environment, is_main, peak_memory
-from elastic_memory.common.files import publish, write_json, write_text
+from elastic_memory.common.files import DISK_FULL, publish, write_json, write_text
 from elastic_memory.common.locks import locked
 from elastic_memory.common.strict import read_json, read_yaml
 from elastic_memory.common.threads import choose_threads
@@ -35,8 +34,6 @@ from elastic_memory.training.recipe import Recipe
 from elastic_memory.training.runs import Run, StoppedError, differences, machine, run_facts
 from elastic_memory.training.spikes import Restart, UnstableError, Watch
 from elastic_memory.training.trainer import MemoryTrainer, repair_for_weights_only
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a user's share of it, or what one file may hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +70,7 @@ def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | No
         session.forget()
         raise
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL:
             raise
         raise run.unwritten("a file of the run", error) from error
     finally:

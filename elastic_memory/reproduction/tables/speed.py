@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import elastic_memory as em
-from elastic_memory.common.environment import environment
+from elastic_memory.common.environment import environment, hardware
 from elastic_memory.common.files import write_json
 from elastic_memory.evaluation.ahead import compile_ahead
 from elastic_memory.evaluation.throughput import Throughput, Workload, throughput
@@ -63,8 +63,7 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     cuda = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
-    here = environment() | {"device": device, "torch": torch.__version__}
+    here = environment() | {"device": hardware(), "torch": torch.__version__}
     if record.get("environment", {}).get("device") != here.get("device"):
         record = {}
     record = {"table": "speed", "tier": tier, "environment": here, **plan, "cells": record.get("cells", {})}
