@@ -13,6 +13,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from elastic_memory.memory import MEMORIES, Geometry, Memory
+from elastic_memory.model.adapters import tell_peft
 from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
 from elastic_memory.model.layer import Locality
 
@@ -174,6 +175,11 @@ class MemoryLlamaConfig(LlamaConfig):
         """As in transformers; told where it is, as `AutoConfig` does."""
         told = {"name_or_path": str(pretrained_model_name_or_path)} | kwargs
         return super().from_pretrained(pretrained_model_name_or_path, *args, **told)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers. peft calls it right before it looks up where adapters go."""
+        tell_peft(self.model_type)
+        return super().to_dict()
 
     def _keep(self, record: Any) -> None:
         """The options that the model was saved with, where defaults have changed since."""
