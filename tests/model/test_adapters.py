@@ -9,8 +9,6 @@ from transformers import AutoModelForCausalLM
 from elastic_memory.memory import MEMORIES
 from tests.conftest import small_model
 
-peft = pytest.importorskip("peft")
-
 OPTIONS = {
     "LoraConfig": {"r": 2, "init_lora_weights": False},
     "LoHaConfig": {"r": 2, "init_weights": False},
@@ -18,8 +16,13 @@ OPTIONS = {
 }
 
 
+@pytest.fixture
+def peft():
+    return pytest.importorskip("peft")
+
+
 @pytest.mark.parametrize("kind", ["LoraConfig", "LoHaConfig", "OFTConfig"])
-def test_without_targets_adapters_go_where_they_go_in_llama(kind, ids):
+def test_without_targets_adapters_go_where_they_go_in_llama(kind, peft, ids):
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
 
     adapted = peft.get_peft_model(small_model(), getattr(peft, kind)(**OPTIONS[kind]))
@@ -30,7 +33,7 @@ def test_without_targets_adapters_go_where_they_go_in_llama(kind, ids):
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_lora_on_4_bits(memory, ids, tmp_path):
+def test_lora_on_4_bits(memory, peft, ids, tmp_path):
     """QLoRA: a few steps lower the loss, weights in 4 bits stay, the adapter is saved and loaded."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig

@@ -13,8 +13,6 @@ from elastic_memory.memory import MEMORIES
 from tests.conftest import small_model
 from tests.model.conftest import text
 
-lm_eval = pytest.importorskip("lm_eval")
-
 TEXTS = [text(seed, words=40) for seed in range(3)]
 TASKS = {
     "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"},
@@ -42,6 +40,11 @@ def expected(model, tokenizer):
 
 
 @pytest.fixture
+def lm_eval():
+    return pytest.importorskip("lm_eval")
+
+
+@pytest.fixture
 def tasks(folder, tokenizer, tmp_path):
     """A folder of tasks, the folder of a model, and what comes out of it."""
 
@@ -65,7 +68,7 @@ def check(results, found):
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_in_a_program(memory, tasks, tmp_path):
+def test_in_a_program(memory, lm_eval, tasks, tmp_path):
     model, found = tasks(memory)
     done = lm_eval.simple_evaluate(
         "hf",
@@ -79,7 +82,7 @@ def test_in_a_program(memory, tasks, tmp_path):
     check(done["results"], found)
 
 
-def test_by_its_command_line(tasks, tmp_path):
+def test_by_its_command_line(lm_eval, tasks, tmp_path):
     """It imports us through the line of code that is saved with the model."""
     model, found = tasks("elastic")
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--tasks", *TASKS]
