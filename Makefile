@@ -34,7 +34,8 @@ $(SOURCES): $(READY)
 	touch $@
 
 test-transformers: $(SOURCES)  ## transformers' own tests on every memory, and those of other clients; needs the network once
-	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt parameterized peft bitsandbytes
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt parameterized peft bitsandbytes \
+	  datasets trl torchao lm_eval
 	OMP_NUM_THREADS=1 TRANSFORMERS_SOURCES=$(SOURCES) $(RUN) tests.mixins $(ARGS)
 
 mutants: $(READY)      ## break each guarded line and expect a red test: ten minutes; ARGS="checkpoints" chooses

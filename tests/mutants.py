@@ -116,6 +116,57 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('"__import__",', "", "looks_for"),
         ("_is_shell(one)", "False", "looks_for"),
         ("known |= full", "pass", "looks_for"),
+        ("known |= {alias.asname: alias.name for alias in node.names if alias.asname}", "pass", "looks_for"),
+        ("found += [name for name in full.values() if _in(name, MODULES | NAMES)]", "pass", "looks_for"),
+        ("elif isinstance(node, ast.Dict):", "elif False:", "looks_for"),
+        ('("getattr", "operator.attrgetter", "attrgetter")', "()", "looks_for"),
+        ('options.get("weights_only") == "True"', 'options.get("weights_only")', "where_it_is_said"),
+    ],
+    # Dangers where nobody looks: a name that is imported, an option in a table.
+    ("elastic_memory/common/names.py", "tests/test_sources.py"): [
+        ("from difflib import", "from torch import load  # noqa\nfrom difflib import", "becomes_code"),
+    ],
+    ("elastic_memory/fast/kernels/sweeps.py", "tests/test_sources.py"): [
+        ("import torch\n", "import torch\n\nREAD = {'trust_remote_code': True}\n", "becomes_code"),
+    ],
+    ("tests/oracles/parts.py", "tests/test_sources.py"): [
+        ("import torch\n", "import torch\n\nREAD = torch.load\n", "nor_in_tests"),
+    ],
+    ("elastic_memory/streaming/memory_file.py", "tests/streaming/test_headers.py"): [
+        ("if len(set(names)) < len(names):", "if False:", "twice"),
+        ("length > min(LARGEST_HEADER, size - 8)", "length > size - 8", "largest"),
+        ("if end != size - 8 - length:", "if False:", "as_long"),
+    ],
+    ("elastic_memory/streaming/memory_file.py", "tests/streaming/test_files.py"): [
+        ("if described != expected:", "if False:", "impossible or foreign"),
+        ("bool(torch.isfinite(tensor).all())", "True", "not_finite"),
+        ("        partial.unlink(missing_ok=True)", "        pass", "failed_save"),
+    ],
+    ("elastic_memory/streaming/memory_file.py", "tests/streaming/test_faults.py"): [
+        ('if content_hash(header, tensors) != header.get("content"):', "if False:", ""),
+        ("os.fsync(file.fileno())", "pass", "on_disk"),
+        ("{path.name}.{secrets.token_hex(8)}.partial", "{path.name}.partial", "two_writers"),
+        ("if path.exists() and not path.is_file():", "if False:", "no_file"),
+    ],
+    ("elastic_memory/streaming/cache.py", "tests/streaming/test_streaming.py"): [
+        (
+            "copy.streams = [stream.fork() for stream in self.streams]",
+            "copy.streams, self.streams = self.streams, [stream.fork() for stream in self.streams[:0]]",
+            "forks",
+        ),
+        ("copy.streams = [stream.fork() for stream in self.streams]", "copy.streams = self.streams", "forks"),
+        ("copy.streams = [stream.fork() for stream in self.streams]", "pass", "forks"),
+        ("copy.tokens = None if self.tokens is None else self.tokens.clone()", "pass", "forks"),
+        ("copy.before = None if self.before is None else self.before.fork()", "copy.before = None", "rollback or fork"),
+    ],
+    ("elastic_memory/streaming/cache.py", "tests/streaming/test_faults.py"): [
+        ("self.__dict__.update(self.undo, decoding=False)", "pass", "fails_changes_nothing"),
+        ('if self.undo is not None and (anew or "streams" not in self.undo):', "if False:", "fails_changes_nothing"),
+    ],
+    ("elastic_memory/model/defaults.py", "tests/model/test_defaults.py"): [
+        ('if record.get("memory") != now["memory"]:', "if False:", ""),
+        ("if name not in settings.options() and", "if", "given_when_loading"),
+        ("if not isinstance(record, dict) or", "if False and", "damaged"),
     ],
     ("elastic_memory/data/sources.py", "tests/data/test_damaged_sources.py"): [
         (

@@ -13,6 +13,7 @@ from elastic_memory.memory import Geometry
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import MemorySettings, refuse_dropout
+from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
 from elastic_memory.model.hooks import has_hooks
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
 
@@ -61,6 +62,11 @@ def attach_memory(
     values = DEFAULTS | (_kept(saved, given) if again else {}) | given
     values["memory_options"] = values["memory_options"] | memory_options
     settings = _settings(model, values)
+    if again and not hasattr(config, RECORD):
+        warn_of_defaults(settings, model.name_or_path)
+    elif again:
+        values |= older(settings, getattr(config, RECORD))
+        settings = _settings(model, values)
 
     # All that may fail comes before the first change.
     backbone = model.model
@@ -77,6 +83,7 @@ def attach_memory(
     # Plain attributes: the original layers must not be registered twice.
     object.__setattr__(model, "_before_memory", original)
     setattr(config, SAVED, values)
+    setattr(config, RECORD, defaults(settings))
     return model
 
 
@@ -89,8 +96,9 @@ def detach_memory(model: Any) -> Any:
     model.__class__, model.model.__class__, model.model.layers = original
     object.__delattr__(model, "_before_memory")
     delattr(model, REMINDER)
-    if hasattr(model.config, SAVED):
-        delattr(model.config, SAVED)
+    for key in (SAVED, RECORD):
+        if hasattr(model.config, key):
+            delattr(model.config, key)
     return model
 
 

@@ -13,6 +13,8 @@ from transformers import LlamaConfig
 
 from elastic_memory.common.names import nearest, suggest
 from elastic_memory.memory import MEMORIES, Geometry, Memory
+from elastic_memory.model.adapters import tell_peft
+from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
 from elastic_memory.model.locality import Locality
 
 LOCAL_ATTENTION = ("block", "sliding", "full")
@@ -142,13 +144,15 @@ class MemoryLlamaConfig(LlamaConfig):
     residual_in_fp32: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        loaded = kwargs.pop(LOADED, {})
+        loaded, record = kwargs.pop(LOADED, {}), kwargs.pop(RECORD, None)
         for name, near in _unknown(type(self), kwargs).items():
             hint = f"; did you mean {near!r}?" if near else ""
             raise ValueError(f"MemoryLlamaConfig has no setting {name!r}{hint}")
         super().__post_init__(**kwargs, **loaded)
         refuse_dropout(self)
         self.settings()
+        if record is not None:
+            self._keep(record)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -158,15 +162,44 @@ class MemoryLlamaConfig(LlamaConfig):
             said = [f"{name} (did you mean {near!r}?)" if near else name for name, near in unknown.items()]
             warnings.warn(f"a configuration with keys that are unknown: {', '.join(said)}", stacklevel=2)
         loaded = {name: value for name, value in config_dict.items() if name in unknown}
-        known = {name: value for name, value in config_dict.items() if name not in unknown}
-        return super().from_dict(known | {LOADED: loaded}, **kwargs)
+        known = {name: value for name, value in config_dict.items() if name not in {*unknown, RECORD}}
+        place = kwargs.get("name_or_path")
+        made = super().from_dict(known | {LOADED: loaded}, **kwargs)
+        config = made[0] if isinstance(made, tuple) else made
+        if RECORD in config_dict:
+            config._keep(config_dict[RECORD])  # after `kwargs`: what is given when loading counts
+        elif place is not None:
+            warn_of_defaults(config.settings(), place)
+        return made
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; told where it is, as `AutoConfig` does."""
+        told = {"name_or_path": str(pretrained_model_name_or_path)} | kwargs
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **told)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers. peft calls it right before it looks up where adapters go."""
+        tell_peft(self.model_type)
+        return super().to_dict()
+
+    def _keep(self, record: Any) -> None:
+        """The options that the model was saved with, where defaults have changed since."""
+        changes = older(self.settings(), record)
+        for name, value in changes.items():
+            setattr(self, name, value)
+        self.settings()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with a line of code by which `trust_remote_code=True` finds our classes."""
+        """As in transformers, with the defaults in use, and a line by which `trust_remote_code=True` finds our code."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         Path(save_directory, f"{CODE}.py").write_text(IMPORTS, encoding="utf-8")
         self.auto_map = {auto: f"{CODE}.{name}" for auto, name in AUTO_CLASSES.items()}
-        super().save_pretrained(save_directory, *args, **kwargs)
+        setattr(self, RECORD, defaults(self.settings()))
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            delattr(self, RECORD)  # it is of the file: settings may change before the next
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -250,7 +283,7 @@ def refuse_dropout(config: Any) -> None:
 _TRANSFORMERS = {
     "attn_implementation", "auto_map", "dtype", "model_type", "name_or_path", "num_labels", "output_attentions",
     "quantization_config", "rope_scaling", "rope_theta", "torch_dtype", "experts_implementation", "default_theta",
-    "ignore_keys_at_rope_validation", "return_unused_kwargs",
+    "ignore_keys_at_rope_validation", "return_unused_kwargs", RECORD,
 }  # fmt: skip
 LOADED = "_loaded"  # how `from_dict` passes on what is unknown
 

@@ -14,8 +14,8 @@ from elastic_memory.shapes import Tensor
 # Settings that do not change what a trained model computes in one call.
 NOTES = {
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
-    "id2label", "initializer_range", "label2id", "pad_token_id", "pretraining_tp", "problem_type", "torch_dtype",
-    "transformers_version", "use_cache",
+    "id2label", "initializer_range", "label2id", "memory_defaults", "pad_token_id", "pretraining_tp",
+    "problem_type", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 

@@ -18,16 +18,35 @@ CLIENTS: dict[str, tuple[str, str, list[str]]] = {
         f"{MODEL}/test_clients.py::test_predictions_of_long_samples",
         f"{MODEL}/test_as_in_transformers.py::test_label_smoothing_of_the_trainer_predicts_the_next_token",
     ]),
-    "accelerate": ("accelerate", "offload to CPU and disk: forward, loss, generate", [
+    "accelerate": ("accelerate", "two processes, DDP and FSDP2: the step that one makes", [
+        f"{MODEL}/test_processes.py::test_two_processes_make_the_step_of_one",
+    ]),
+    "device_map": ("accelerate", "offload to CPU and disk: forward, loss, generate; several devices are refused", [
         f"{MODEL}/test_devices.py::test_offloaded_models_are_the_models",
         f"{MODEL}/test_devices.py::test_memory_for_an_offloaded_model",
+        f"{MODEL}/test_devices.py::test_models_spread_over_devices_are_refused",
     ]),
-    "peft": ("peft", "LoRA inside an attached model, on all linear layers of Melodi", [
+    "peft": ("peft", "adapters without targets, inside an attached model, on all linear layers of Melodi", [
+        f"{MODEL}/test_adapters.py::test_without_targets_adapters_go_where_they_go_in_llama",
         f"{MODEL}/test_attach.py::test_adapters_and_memory",
         "tests/memory/test_melodi.py::test_adapters_of_all_linear_layers_leave_the_mixer_alone",
     ]),
-    "bitsandbytes": ("bitsandbytes", "8 and 4 bit: memory attached to a quantised model", [
+    "peft, QLoRA": ("peft", "LoRA on weights in 4 bits: training, adapter saved and loaded", [
+        f"{MODEL}/test_adapters.py::test_lora_on_4_bits",
+    ]),
+    "TRL, SFT": ("trl", "losses of documents alone, packed or not; training", [f"{MODEL}/test_trl.py::test_sft"]),
+    "TRL, DPO": ("trl", "training against the model itself as reference", [f"{MODEL}/test_trl.py::test_dpo"]),
+    "TRL, GRPO": ("trl", "generation, reward, training", [f"{MODEL}/test_trl.py::test_grpo"]),
+    "lm-eval": ("lm_eval", "perplexity, choices, generation: from a program and by its command line", [
+        f"{MODEL}/test_lm_eval.py::test_in_a_program",
+        f"{MODEL}/test_lm_eval.py::test_by_its_command_line",
+    ]),
+    "bitsandbytes": ("bitsandbytes", "8 and 4 bit: saved and loaded; memory attached to a quantised model", [
         f"{MODEL}/test_attach.py::test_bitsandbytes",
+        f"{MODEL}/test_configuration.py::test_quantised_models_are_saved_and_loaded",
+    ]),
+    "torchao": ("torchao", "8 bit weights: forward, loss, streams, generate, saved and loaded", [
+        f"{MODEL}/test_clients.py::test_torchao",
     ]),
     "torch.compile": ("torch", "whole model, training and forward, without graph breaks; dynamic shapes; streams", [
         f"{MODEL}/test_training.py::test_compiled_is_eager_without_graph_breaks",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -149,3 +150,31 @@ def test_rewards(memory, ids, tmp_path):
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
     with torch.no_grad():
         assert torch.equal(again(ids * mask, attention_mask=mask).logits, scores)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@torch.no_grad()
+def test_torchao(memory, ids, tmp_path):
+    """Weights in 8 bits compute what these numbers compute in float32; loss, text and memory too, saved and loaded."""
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    from transformers import TorchAoConfig
+
+    reference = small_model(memory)
+    reference.save_pretrained(tmp_path / "plain")
+    how = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=how).eval()
+    narrow = {name: weight for name, weight in model.named_parameters() if hasattr(weight, "qdata")}
+    assert any("up_proj" in name for name in narrow) and not any(".memory." in name for name in narrow)
+    for name, weight in narrow.items():
+        reference.get_parameter(name).copy_(weight.dequantize())
+    torch.testing.assert_close(model(ids).logits, reference(ids).logits, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(model(ids, labels=ids).loss, reference(ids, labels=ids).loss, atol=1e-3, rtol=0)
+    cache = em.MemoryCache(model)
+    parts = [model(piece, past_key_values=cache).logits for piece in ids.split([20, 1, 24], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits, atol=1e-3, rtol=1e-3)
+    model.save_pretrained(tmp_path / "narrow")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow").eval()
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert torch.equal(loaded.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+    cache.save(tmp_path / "read.safetensors")
+    em.MemoryCache.load(tmp_path / "read.safetensors", loaded)

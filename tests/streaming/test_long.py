@@ -1,5 +1,8 @@
 """A million tokens."""
 
+import time
+from statistics import median
+
 import psutil
 import pytest
 import torch
@@ -33,13 +36,15 @@ def test_state_after_a_million_tokens():
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_stream_of_a_million_tokens():
-    """Memory stays flat, numbers finite, and the last block is read as fast as the first."""
+    """Memory stays flat, numbers finite, and the last tokens take no more time than the first."""
     model = em.MemoryLlamaForCausalLM(em.MemoryLlamaConfig.preset("tiny", block_size=1024)).eval()
     cache = em.MemoryCache(model)
     ids = torch.randint(1, 512, (1, 8192), generator=torch.Generator().manual_seed(0))
-    held, sizes = [], []
+    held, sizes, times = [], [], []
     for call in range(128):
+        start = time.process_time()
         logits = model(ids.roll(call, dims=1), past_key_values=cache, logits_to_keep=1).logits
+        times.append(time.process_time() - start)
         if call in (4, 127):
             held.append(psutil.Process().memory_info().rss)
             sizes.append(cache.nbytes())
@@ -48,3 +53,5 @@ def test_a_stream_of_a_million_tokens():
     assert all(torch.isfinite(part).all() for part in cache.streams[2].state)
     assert sizes[0] == sizes[1]
     assert held[1] - held[0] < 20 * 2**20
+    # Of this process alone, and with room for what others on the machine do to its caches.
+    assert median(times[-32:]) < 1.25 * median(times[4:36])
