@@ -104,7 +104,7 @@ def memory_at_work(out: Path, console: Console) -> list[tuple[str, str]]:
     picture = plots.reconstructions(panels, out / "memory.png")
     write_text(out / "memory.md", table.markdown())
     console.print(f"plot: {picture}")
-    signal, *shares = rows[1]
+    _, *shares = rows[1]
     return [(f"{length:,} tokens of smoothed text in {ORDERS[-2]} coefficients: variance kept", shares[-2])]
 
 

@@ -52,11 +52,7 @@ def explore(
     readers = _readers([str(path) for path in folders], tokenizer)
 
     def read(words: str) -> list[dict[str, Any]]:
-        found = []
-        for name, reader in readers.items():
-            typer.echo(f"{name} reads the text", err=True)
-            found.append(explorer.document(*reader, words, name, tokens))
-        return found
+        return [_document(name, reader, words, tokens) for name, reader in readers.items()]
 
     subjects = [*(read(book) if book is not None else []), *kept]
     if not serve:
@@ -71,6 +67,14 @@ def explore(
     if show:
         webbrowser.open(server.address)
     server.run()
+
+
+def _document(name: str, reader: Any, words: str, tokens: int) -> dict[str, Any]:
+    """What the page shows of a model that reads a text."""
+    from elastic_memory.report import explorer
+
+    typer.echo(f"{name} reads the text", err=True)
+    return explorer.document(*reader, words, name, tokens)
 
 
 def _check(folders: list[Path], memories: list[Path], text: Path | None, serve: bool) -> None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 CHUNK = 1 << 20  # bytes of text held in RAM at a time
 READ = 1 << 17  # tokens given to the cache at a time, whose blocks it reads in parallel
 
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.")]
+TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")]
+
 
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A run folder, a model folder, or a name on the hub.")],
@@ -28,12 +31,8 @@ def generate(
     ] = None,
     keep: Annotated[bool, typer.Option(help="Also save --prompt and the generated text to --memory.")] = False,
     tokens: Annotated[int, typer.Option(help="Number of tokens to generate; 0 only reads.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.")
-    ] = 0.8,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens with this total probability.")
-    ] = 0.95,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="Random seed of the sampled tokens.")] = 0,
     sampling: Annotated[
         str | None, typer.Option(help="Sampling of the memory, if not the trained one: uniform, exponential, ...")

@@ -10,6 +10,10 @@ from elastic_memory.commands.options import check_range
 
 MEASURED = Path("results")
 
+NewMachine = Annotated[
+    bool, typer.Option("--new-machine", help="With --resume: accept other devices, micro-batches or versions.")
+]
+
 
 def train(
     recipe: Annotated[str, typer.Argument(help="A YAML file, or a recipe of the package such as smoke/elastic.")],
@@ -26,10 +30,7 @@ def train(
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="With --resume: start a fresh optimizer if its saved state is gone.")
     ] = False,
-    new_machine: Annotated[
-        bool,
-        typer.Option("--new-machine", help="With --resume: accept other devices, micro-batches or versions."),
-    ] = False,
+    new_machine: NewMachine = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Do not train; print the resolved recipe and its memory, time and cost.")
     ] = False,

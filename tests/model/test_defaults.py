@@ -1,6 +1,7 @@
 """A saved model keeps the options it had, also those that were left to a default which has changed since."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -24,7 +25,7 @@ def change_defaults(monkeypatch):
         kind = MEMORIES[memory]
         monkeypatch.setattr(kind.__init__, "__kwdefaults__", kind.__init__.__kwdefaults__ | values)
         if layers:
-            monkeypatch.setattr(kind, "layers", classmethod(lambda cls, count: layers))
+            monkeypatch.setattr(kind, "info", replace(kind.info, layers=lambda count: layers))
 
     return change
 
