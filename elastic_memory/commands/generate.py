@@ -55,11 +55,7 @@ def generate(
     Prompts and answers do not change the memory file, unless --keep is given.
     A text that it holds already is not read again.
     """
-    if tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
-        raise ValueError(
-            f"tokens={tokens}, temperature={temperature}, top_p={top_p}: give tokens >= 0, temperature >= 0 and "
-            "0 < top_p <= 1"
-        )
+    _check_numbers(tokens, temperature, top_p)
     _check_files(prompt_file, prompt, memory, keep, tokens)
     # A pipe can be read only once.
     digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None
@@ -73,14 +69,22 @@ def generate(
     try:
         if prompt:
             _feed(model, asked, (ids for _, ids in encoded([prompt], encoder, "--prompt")))
-        if tokens and not asked.opened[0]:
-            raise ValueError(f"{memory} ends with a block that was closed: give --prompt, so that a new one begins")
         if tokens:
+            if not asked.opened[0]:
+                raise ValueError(f"{memory} ends with a block that was closed: give --prompt to start a new one")
             chosen = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
             _say(model, asked, encoder, seed, max_new_tokens=tokens, do_sample=temperature > 0, **chosen)
     finally:
         if keep and memory:
             _save(asked, memory)
+
+
+def _check_numbers(tokens: int, temperature: float, top_p: float) -> None:
+    if tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
+        raise ValueError(
+            f"tokens={tokens}, temperature={temperature}, top_p={top_p}: give tokens >= 0, temperature >= 0 and "
+            "0 < top_p <= 1"
+        )
 
 
 def _check_files(prompt_file: Path | None, prompt: str | None, memory: Path | None, keep: bool, tokens: int) -> None:
