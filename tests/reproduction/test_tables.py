@@ -258,7 +258,7 @@ def test_bad_input_is_refused_before_anything_is_trained(data, tmp_path, monkeyp
         Lab("small", tmp_path, data).run(Trained(memory="none", seed=1))
     with pytest.raises(ValueError, match="did you mean 'corruption'"):
         reproduce(["coruption"], out=tmp_path)
-    with pytest.raises(ValueError, match="tier small; tier smoke has none"):
+    with pytest.raises(ValueError, match="tier smoke has no table learning-rate: choose small"):
         reproduce(["learning-rate"], out=tmp_path, data=data)
     with pytest.raises(ValueError, match="--parallel 0"):
         reproduce(["main"], out=tmp_path, parallel=0)
