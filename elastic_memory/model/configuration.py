@@ -27,7 +27,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "200m": {"hidden_size": 1080, "intermediate_size": 2880, "num_hidden_layers": 12, "num_attention_heads": 12},
     "400m": {"hidden_size": 1440, "intermediate_size": 4864, "num_hidden_layers": 12, "num_attention_heads": 16},
 }  # fmt: skip
-PAPER = {"block_size": 2048, "memory_points": 512, "vocab_size": 32000}
+BLOCK_SIZE = 2048
+PAPER = {"block_size": BLOCK_SIZE, "memory_points": 512, "vocab_size": 32000}
 COMMON = {
     "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
@@ -131,7 +132,7 @@ class MemoryLlamaConfig(LlamaConfig):
     eos_token_id: int | list[int] | None = None
     memory: str = "elastic"
     memory_layers: list[int] | None = None
-    block_size: int = 2048
+    block_size: int = BLOCK_SIZE
     local_attention: str = "block"
     memory_order: int | None = None
     memory_points: int | None = None
