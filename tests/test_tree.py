@@ -103,6 +103,19 @@ def test_no_mechanism_is_singled_out_outside_its_file():
                 assert not kinds & classes, f"{where} asks for {kinds & classes}: ask the contract instead"
 
 
+def test_no_mechanism_is_named_outside_memory():
+    """But by the default of configurations, by the demonstration, and by tables and recipes."""
+    from elastic_memory.memory import MEMORIES
+
+    named = {"model/configuration.py": 1, "commands/demo.py": 2}
+    for path in FILES:
+        if part(path) == "memory" or PACKAGE / "reproduction" / "tables" in path.parents:
+            continue
+        words = [node.value for node in ast.walk(parse(path)) if isinstance(node, ast.Constant)]
+        found = [word for word in words if isinstance(word, str) and word in set(MEMORIES) - {"none"}]
+        assert len(found) <= named.get(str(path.relative_to(PACKAGE)), 0), f"{path.relative_to(ROOT)} names {found}"
+
+
 def test_no_mechanism_is_imported_outside_memory():
     """But by the file of `fast/` that makes this one faster."""
     from elastic_memory.memory import MEMORIES

@@ -12,7 +12,7 @@ from torch import nn
 from elastic_memory.memory import Geometry
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
-from elastic_memory.model.configuration import BLOCK_SIZE, MemorySettings, refuse_dropout
+from elastic_memory.model.configuration import BLOCK_SIZE, MEMORY, MemorySettings, refuse_dropout
 from elastic_memory.model.hooks import has_hooks
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
 
@@ -21,7 +21,7 @@ SAVED = "elastic_memory"  # the key under which settings travel in the model's o
 # The class that FSDP wraps as a layer; tensor and pipeline plans do not hold with a memory.
 WRAPPED = {"_no_split_modules": ["MemoryLayer"], "supports_tp_plan": False, "supports_pp_plan": False}
 DEFAULTS: dict[str, Any] = {
-    "memory": "elastic", "memory_layers": None, "local_attention": "block", "memory_order": None,
+    "memory": MEMORY, "memory_layers": None, "local_attention": "block", "memory_order": None,
     "memory_points": None, "sampling": None, "sampling_options": None, "memory_options": {},
     "block_size": BLOCK_SIZE,
 }  # fmt: skip

@@ -27,6 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "200m": {"hidden_size": 1080, "intermediate_size": 2880, "num_hidden_layers": 12, "num_attention_heads": 12},
     "400m": {"hidden_size": 1440, "intermediate_size": 4864, "num_hidden_layers": 12, "num_attention_heads": 16},
 }  # fmt: skip
+MEMORY = "elastic"  # the memory and the block size of whoever names none
 BLOCK_SIZE = 2048
 PAPER = {"block_size": BLOCK_SIZE, "memory_points": 512, "vocab_size": 32000}
 COMMON = {
@@ -54,7 +55,7 @@ class MemorySettings:
     """Which memory, where, how large: what `MemoryLlamaConfig` adds to a model, and `attach_memory` too."""
 
     geometry: Geometry
-    memory: str = "elastic"
+    memory: str = MEMORY
     memory_layers: list[int] | None = None
     local_attention: str = "block"
     memory_order: int | None = None
@@ -130,7 +131,7 @@ class MemoryLlamaConfig(LlamaConfig):
     # Rows hold no special tokens, so no id means an end until somebody says so; Llama's 1 and 2 are Llama 2's own.
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-    memory: str = "elastic"
+    memory: str = MEMORY
     memory_layers: list[int] | None = None
     block_size: int = BLOCK_SIZE
     local_attention: str = "block"
@@ -211,7 +212,7 @@ class MemoryLlamaConfig(LlamaConfig):
         )
 
     @classmethod
-    def preset(cls, name: str, memory: str = "elastic", memory_multiple: int = 1, **overrides: Any) -> Self:
+    def preset(cls, name: str, memory: str = MEMORY, memory_multiple: int = 1, **overrides: Any) -> Self:
         """A size of the paper (100m, 200m, 400m) or `tiny`, with a memory of a multiple of the paper's size.
 
         >>> MemoryLlamaConfig.preset("100m", memory="elastic", memory_multiple=16).memory_order
