@@ -1,4 +1,4 @@
-"""`elastic generate`."""
+"""`elastic generate`: continue a text of any length, with what was read kept in a memory file."""
 
 import codecs
 import hashlib
@@ -15,42 +15,50 @@ if TYPE_CHECKING:
     from elastic_memory.data.tokenizers import Tokenizer
     from elastic_memory.model import MemoryCache
 
-CHUNK = 1 << 20  # bytes of a text in memory at a time
-READ = 1 << 17  # tokens read at a time; blocks of so many are read side by side
+CHUNK = 1 << 20  # bytes of text held in RAM at a time
+READ = 1 << 17  # tokens given to the cache at a time, whose blocks it reads in parallel
 
 
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A run folder, a model folder, or a name on the hub.")],
-    prompt_file: Annotated[Path | None, typer.Option(help="Text to read first, of any length.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue, after the file if there is one.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 text to read first, of any length.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; read after --prompt-file.")] = None,
     memory: Annotated[
-        Path | None, typer.Option(help="Memory file: loaded if it exists; saved when the --prompt-file was read.")
+        Path | None, typer.Option(help="Memory file: loaded if it exists, saved after reading --prompt-file.")
     ] = None,
-    keep: Annotated[bool, typer.Option(help="Save --prompt and what is generated in --memory, too.")] = False,
-    tokens: Annotated[int, typer.Option(help="How many tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this total probability.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the choice among tokens.")] = 0,
-    sampling: Annotated[str | None, typer.Option(help="Read the memory with another sampling than trained.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside the checkpoint.")] = None,
-    force: Annotated[bool, typer.Option(help="Accept a memory file of another model of equal shape.")] = False,
+    keep: Annotated[bool, typer.Option(help="Also save --prompt and the generated text to --memory.")] = False,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to generate; 0 only reads.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens with this total probability.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampled tokens.")] = 0,
+    sampling: Annotated[
+        str | None, typer.Option(help="Sampling of the memory, if not the trained one: uniform, exponential, ...")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if the checkpoint has none.")] = None,
+    force: Annotated[
+        bool, typer.Option(help="Load a memory file made by a model of the same shape with other weights.")
+    ] = False,
 ) -> None:
     """Continue a text of any length, in constant memory.
 
-    Reads --prompt-file piece by piece, then --prompt, and writes what the model says next to standard output. With
-    --memory a book is read once, into a file of a few MiB, and asked about many times. Questions and answers do not
-    change that file, unless --keep is given; a text that it holds already is not read again.
+    Reads --prompt-file, then --prompt, and writes the model's continuation to
+    standard output. With --memory a book is read once, into a file of a few MiB,
+    and then continued or asked about many times:
 
         elastic generate runs/my-model --prompt-file book.txt --memory book.memory.safetensors --tokens 0
 
         elastic generate runs/my-model --memory book.memory.safetensors --prompt "In the end"
+
+    Prompts and answers do not change the memory file, unless --keep is given.
+    A text that it holds already is not read again.
     """
-    if tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
-        raise ValueError(
-            f"tokens={tokens}, temperature={temperature}, top_p={top_p}: give >= 0, >= 0 and 0 < top_p <= 1"
-        )
+    _check_numbers(tokens, temperature, top_p)
     _check_files(prompt_file, prompt, memory, keep, tokens)
-    # A pipe can be read once only.
+    # A pipe can be read only once.
     digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None
     model, encoder = load(checkpoint, tokenizer, sampling)
     cache = _cache(model, memory, force)
@@ -62,9 +70,9 @@ def generate(
     try:
         if prompt:
             _feed(model, asked, (ids for _, ids in encoded([prompt], encoder, "--prompt")))
-        if tokens and not asked.opened[0]:
-            raise ValueError(f"{memory} ends with a block that was closed: give --prompt, so that a new one begins")
         if tokens:
+            if not asked.opened[0]:
+                raise ValueError(f"{memory} ends with a block that was closed: give --prompt to start a new one")
             chosen = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
             _say(model, asked, encoder, seed, max_new_tokens=tokens, do_sample=temperature > 0, **chosen)
     finally:
@@ -72,10 +80,18 @@ def generate(
             _save(asked, memory)
 
 
+def _check_numbers(tokens: int, temperature: float, top_p: float) -> None:
+    if tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
+        raise ValueError(
+            f"tokens={tokens}, temperature={temperature}, top_p={top_p}: give tokens >= 0, temperature >= 0 and "
+            "0 < top_p <= 1"
+        )
+
+
 def _check_files(prompt_file: Path | None, prompt: str | None, memory: Path | None, keep: bool, tokens: int) -> None:
-    """Refuse what cannot work, or would have no effect, before a model is loaded."""
+    """Refuse options that cannot work or would have no effect, before a model is loaded."""
     if keep and not memory:
-        raise ValueError("--keep without --memory: name the file that shall hold prompt and answer")
+        raise ValueError("--keep without --memory: name the file to save prompt and answer to")
     if memory and (memory.is_dir() or not memory.absolute().parent.is_dir()):
         raise ValueError(f"--memory {memory}: give a file, in a folder that exists")
     if prompt_file and prompt_file.is_dir():
@@ -92,7 +108,7 @@ def _check_files(prompt_file: Path | None, prompt: str | None, memory: Path | No
 
 
 def load(checkpoint: str, tokenizer: str | None, sampling: str | None = None) -> "tuple[Any, Tokenizer]":
-    """The model and its tokenizer, if they belong together and the model has a memory."""
+    """The model and its tokenizer, if they fit and the model has a memory."""
     from elastic_memory.data import load_tokenizer
     from elastic_memory.evaluation.loading import check_tokenizer, load_model, tokenizer_of
     from elastic_memory.model.modeling import MemoryCausalLM
@@ -100,12 +116,12 @@ def load(checkpoint: str, tokenizer: str | None, sampling: str | None = None) ->
     model = load_model(checkpoint)
     if not isinstance(model, MemoryCausalLM):
         raise ValueError(
-            f"{checkpoint} is a {type(model).__name__} without memory: give it one by em.attach_memory(model), then "
+            f"{checkpoint} is a {type(model).__name__} without memory: attach one with em.attach_memory(model), then "
             "model.save_pretrained(FOLDER)"
         )
     encoder = load_tokenizer(tokenizer) if tokenizer else tokenizer_of(checkpoint)
     if encoder is None:
-        raise ValueError(f"{checkpoint} has no tokenizer beside it: name one with --tokenizer")
+        raise ValueError(f"{checkpoint} has no tokenizer: name one with --tokenizer")
     if encoder.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"tokenizer {encoder.name} has {encoder.vocab_size} tokens, the model {model.config.vocab_size}"
@@ -117,7 +133,7 @@ def load(checkpoint: str, tokenizer: str | None, sampling: str | None = None) ->
 
 
 def _cache(model: Any, memory: Path | None, force: bool) -> "MemoryCache":
-    """What the memory file holds, or nothing yet."""
+    """The cache of the memory file, or an empty one if there is no file yet."""
     from elastic_memory.model import MemoryCache
 
     static = model.device.type == "cuda" and model.base_model.layers[0].locality.kind != "full"
@@ -127,21 +143,21 @@ def _cache(model: Any, memory: Path | None, force: bool) -> "MemoryCache":
     if cache.batch > 1:
         raise ValueError(f"{memory} holds {cache.batch} rows: this command continues one")
     if cache.tokens is None:
-        raise ValueError(f"{memory} was fed embeddings, whose tokens are unknown: this command continues text")
+        raise ValueError(f"{memory} was made from embeddings, whose tokens are unknown: this command continues text")
     return cache
 
 
 def _read(
     model: Any, cache: "MemoryCache", encoder: "Tokenizer", path: Path, memory: Path | None, digest: str | None
 ) -> "MemoryCache":
-    """`cache` after a text, saved; or as it is, if it has read that text already."""
+    """The cache after reading a text, saved to `memory`; or `cache` itself, if it has read that text already."""
     from rich.console import Console
     from rich.progress import Progress
 
     hashed = hashlib.blake2b(digest_size=16)
     reading = cache.fork()
     if digest not in cache.texts:
-        # Standard output is for what the model says.
+        # Standard output is for the generated text only.
         with Progress(console=Console(stderr=True), transient=True) as progress, path.open("rb") as file:
             task = progress.add_task("reading", total=path.stat().st_size if path.is_file() else None)
             texts = chunks(file, path, hashed)
@@ -163,7 +179,7 @@ def _read(
 
 
 def _feed(model: Any, cache: "MemoryCache", pieces: "Iterable[np.ndarray]") -> None:
-    """Read tokens that come in pieces; many at a time, which is faster."""
+    """Read tokens that come in pieces, `READ` at a time."""
     import torch
 
     held: list[int] = []
@@ -181,12 +197,12 @@ def _feed(model: Any, cache: "MemoryCache", pieces: "Iterable[np.ndarray]") -> N
 
 
 def _say(model: Any, cache: "MemoryCache", encoder: "Tokenizer", seed: int, **options: Any) -> None:
-    """Generate, and show it token by token. However it ends, the cache has read all that was shown."""
+    """Generate and print token by token. However it ends, the cache has read all that was printed."""
     import torch
     from transformers import TextStreamer
 
     class Speech(TextStreamer):
-        """Keeps what it shows; `_Decoder` is all that it asks of a tokenizer."""
+        """Keeps the ids that it prints; it needs no more of a tokenizer than `_Decoder`."""
 
         def __init__(self) -> None:
             super().__init__(_Decoder(encoder), skip_prompt=True)  # type: ignore[arg-type]
@@ -222,7 +238,7 @@ def _save(cache: "MemoryCache", memory: Path) -> None:
 
 
 class _Decoder:
-    """What a streamer asks of a tokenizer."""
+    """The part of a tokenizer that a streamer uses."""
 
     def __init__(self, encoder: "Tokenizer") -> None:
         self.encoder = encoder
@@ -232,18 +248,18 @@ class _Decoder:
 
 
 def encoded(texts: Iterable[str], encoder: "Tokenizer", name: str) -> "Iterator[tuple[str, np.ndarray]]":
-    """Pieces of a text with their tokens, which put together are the tokens of the whole."""
+    """Pieces of a text with their tokens; together they are the tokens of the whole text."""
     from elastic_memory.data.tokenizers import Skip, encode, pieces
 
     try:
         for piece in pieces(texts, encoder):
             yield piece.text, encode(piece, encoder)
     except Skip as reason:
-        raise ValueError(f"{name}: {reason}: it cannot be read in pieces, which takes white space") from None
+        raise ValueError(f"{name}: {reason}: without white space it cannot be read in pieces") from None
 
 
 def chunks(file: BinaryIO, path: Path, hashed: Any) -> Iterator[str]:
-    """A text in UTF-8, some of it at a time; its lines end as in Python. `hashed` is given all of it."""
+    """A UTF-8 text in pieces, with newlines as in Python; `hashed` is updated with all of it."""
     lines, done = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True), 0
     while True:
         chunk = file.read(CHUNK)
@@ -260,7 +276,7 @@ def chunks(file: BinaryIO, path: Path, hashed: Any) -> Iterator[str]:
 
 
 def _digest(path: Path) -> str:
-    """What tells texts apart."""
+    """The digest that identifies a text."""
     hashed = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         for _ in chunks(file, path, hashed):

@@ -1,4 +1,4 @@
-"""`elastic memory`: texts read into memory files, files joined, files looked into."""
+"""`elastic memory`: read texts into memory files, join the files, show what they hold."""
 
 import hashlib
 import os
@@ -19,9 +19,10 @@ SUFFIX = ".memory.safetensors"
 memory = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="""Read texts into memory files, join the files, look into them.
+    help="""Read texts into memory files, join the files, show what they hold.
 
-    A book is read chapter by chapter, and joined; when a chapter changes, only that one is read again:
+    For example, read a book chapter by chapter and join the chapters. When one
+    changes, only that one is read again:
 
         elastic memory read chapters/*.txt --model runs/my-model --out chapters
 
@@ -36,18 +37,19 @@ memory = typer.Typer(
 
 @memory.command()
 def read(
-    texts: Annotated[list[Path], typer.Argument(help="Files of UTF-8 text; each gets a memory file of its own.")],
+    texts: Annotated[list[Path], typer.Argument(help="UTF-8 text files; each gets its own memory file.")],
     model: Annotated[str, typer.Option(help="A run folder, a model folder, or a name on the hub.")],
-    out: Annotated[Path, typer.Option(help="Folder for the memory files; made if it is not there.")],
-    processes: Annotated[int, typer.Option(help="How many texts to read at the same time.")] = 1,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside the model.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the memory files; created if missing.")],
+    processes: Annotated[int, typer.Option(help="Number of texts to read in parallel.")] = 1,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if the model has none.")] = None,
 ) -> None:
-    """Read texts into memory files, one each.
-
-    Texts whose memory file is there and up to date are not read again, so an interrupted command is simply repeated:
+    """Read texts into memory files, one file per text.
 
         elastic memory read chapters/*.txt --model runs/my-model --out chapters --processes 2
-    """
+
+    Texts with an up-to-date memory file are skipped, so an interrupted command
+    can simply be repeated.
+    """  # fmt: skip
     if processes < 1:
         raise ValueError(f"processes={processes}: give 1 or more")
     targets = {path: out / f"{path.stem}{SUFFIX}" for path in texts}
@@ -60,28 +62,33 @@ def read(
     out.mkdir(parents=True, exist_ok=True)
     processes = min(processes, len(targets))
     if processes == 1:
-        failed = [error for path, target in targets.items() if (error := _told(_read, path, target, model, tokenizer))]
+        failed = [
+            error for path, target in targets.items() if (error := _report(_read, path, target, model, tokenizer))
+        ]
     else:
         threads = max(1, (os.cpu_count() or 1) // processes)
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             jobs = [pool.submit(_read, *pair, model, tokenizer, threads) for pair in targets.items()]
-            failed = [error for job in as_completed(jobs) if (error := _told(_result, job))]
+            failed = [error for job in as_completed(jobs) if (error := _report(_result, job))]
     if failed:
         raise ValueError(f"{len(failed)} of {len(targets)} texts were not read: {'; '.join(failed)}")
 
 
 @memory.command()
 def join(
-    files: Annotated[list[Path], typer.Argument(help="Memory files, in the order in which they are to be remembered.")],
-    out: Annotated[Path, typer.Option(help="The joined memory file; replaced if it is there.")],
-    model: Annotated[str | None, typer.Option(help="Their model, if it is no longer where they were made.")] = None,
-    approximate: Annotated[bool, typer.Option(help="Join even where that is not exact (docs/composing.md).")] = False,
+    files: Annotated[list[Path], typer.Argument(help="Memory files, in reading order.")],
+    out: Annotated[Path, typer.Option(help="The joined memory file; replaced if it exists.")],
+    model: Annotated[str | None, typer.Option(help="Their model, if its folder has moved.")] = None,
+    approximate: Annotated[
+        bool, typer.Option(help="Join even if the result is approximate (docs/composing.md).")
+    ] = False,
 ) -> None:
-    """Join memory files into the one that a model would have if it had read all of their texts in this order.
+    """Join memory files, as if their texts had been read in this order.
 
         elastic memory join one.memory.safetensors two.memory.safetensors --out both.memory.safetensors
 
-    Nothing is read again but the last file's open block. The joined file remembers the names and lengths of its parts.
+    Only the open block of the last file is read again. The joined file lists
+    the names and lengths of its parts.
     """  # fmt: skip
     from elastic_memory.evaluation.loading import load_model
     from elastic_memory.streaming import memory_file
@@ -91,7 +98,7 @@ def join(
         raise ValueError(f"--out {out}: give a file, in a folder that exists")
     if model is None:
         model = str(memory_file.describe(files[0]).get("model"))
-        if not Path(model).is_dir():  # nothing is fetched from elsewhere on a file's word
+        if not Path(model).is_dir():  # never download a model that a file names
             raise ValueError(f"{files[0]} was made by the model {model!r}, which is no folder here: give --model")
     loaded = load_model(model)
 
@@ -108,31 +115,31 @@ def join(
 
 @memory.command()
 def show(files: Annotated[list[Path], typer.Argument(help="Memory files.")]) -> None:
-    """Say what memory files hold: model, tokens, parts, size. A damaged file is refused.
+    """Show what memory files hold: model, tokens, parts, size. A damaged file is an error.
 
-    elastic memory show book.memory.safetensors
-    """
+        elastic memory show book.memory.safetensors
+    """  # fmt: skip
     from elastic_memory.streaming import memory_file
 
     for path in files:
-        told = memory_file.describe(path)
-        config = told["config"]
+        header = memory_file.describe(path)
+        config = header["config"]
         layers = [f"{kind} in layer {index}" for index, (kind, state) in enumerate(config["layers"]) if state]
         blocks = f"{config['local_attention']} attention, {config['block_size']:,} tokens"
-        typer.echo(f"{path}: {_size(path)}, whole")
-        typer.echo(f"  model   {told.get('model') or 'unnamed'}, weights {str(told.get('weights'))[:12]}")
+        typer.echo(f"{path}: {_size(path)}, checksum ok")
+        typer.echo(f"  model   {header.get('model') or 'unnamed'}, weights {str(header.get('weights'))[:12]}")
         typer.echo(f"  memory  {', '.join(layers) or 'none'}; {blocks}")
-        for row, (seen, opened) in enumerate(zip(told["seen"], told["opened"], strict=True)):
-            name = f"row {row}" if len(told["seen"]) > 1 else "tokens"
+        for row, (seen, opened) in enumerate(zip(header["seen"], header["opened"], strict=True)):
+            name = f"row {row}" if len(header["seen"]) > 1 else "tokens"
             typer.echo(f"  {name:6}  {seen + opened:,}: {seen:,} in memory, {opened:,} in the open block")
-            _show_parts(told, row)
+            _show_parts(header, row)
 
 
-def _show_parts(told: dict[str, Any], row: int) -> None:
-    """A line for each text that was read, if there are several or it has a name."""
-    parts = (told.get("parts") or {row: []})[row]
-    rest = told["seen"][row] + told["opened"][row] - sum(tokens for _, tokens, _ in parts)
-    every = [(name, tokens) for name, tokens, _ in parts] + ([(told.get("name"), rest)] if rest else [])
+def _show_parts(header: dict[str, Any], row: int) -> None:
+    """Print a line for each text that was read, if there are several or the only one has a name."""
+    parts = (header.get("parts") or {row: []})[row]
+    rest = header["seen"][row] + header["opened"][row] - sum(tokens for _, tokens, _ in parts)
+    every = [(name, tokens) for name, tokens, _ in parts] + ([(header.get("name"), rest)] if rest else [])
     if len(every) == 1 and every[0][0] is None:
         return
     for number, (name, tokens) in enumerate(every, 1):
@@ -140,7 +147,7 @@ def _show_parts(told: dict[str, Any], row: int) -> None:
 
 
 def _read(path: Path, target: Path, model: str, tokenizer: str | None, threads: int | None = None) -> str:
-    """Read a text into its memory file, if it is not there yet; says what was done."""
+    """Read a text into its memory file, unless that is up to date; returns a line that says what was done."""
     from elastic_memory.model import MemoryCache
 
     loaded, encoder = _load(model, tokenizer, threads)
@@ -150,7 +157,7 @@ def _read(path: Path, target: Path, model: str, tokenizer: str | None, threads: 
         try:
             cache = MemoryCache.load(target, loaded)
         except ValueError as error:
-            raise ValueError(f"{error}; delete it to have {path} read anew") from None
+            raise ValueError(f"{error}; delete it to have {path} read again") from None
         if cache.clock == [ids.shape[1]] and cache.holds(ids):
             return f"{target}: up to date, {ids.shape[1]:,} tokens"
     begin = time.perf_counter()
@@ -158,7 +165,7 @@ def _read(path: Path, target: Path, model: str, tokenizer: str | None, threads: 
     cache.name = path.stem
     for piece in _watched(ids, path.name) if threads is None else (ids,):
         cache.read(piece)
-    cache.note_text(hashed.hexdigest())  # `elastic generate` does not read it again, either
+    cache.note_text(hashed.hexdigest())  # so that `elastic generate` does not read it again
     cache.save(target)
     rate = ids.shape[1] / (time.perf_counter() - begin)
     return f"{target}: {ids.shape[1]:,} tokens in {_size(target)}, {rate:,.0f} tokens/s"
@@ -166,7 +173,7 @@ def _read(path: Path, target: Path, model: str, tokenizer: str | None, threads: 
 
 @lru_cache(maxsize=1)
 def _load(model: str, tokenizer: str | None, threads: int | None) -> tuple[Any, Any]:
-    """The model and the tokenizer that belongs to it, once in a process."""
+    """The model and its tokenizer, loaded once per process."""
     import torch
 
     if threads:
@@ -175,7 +182,7 @@ def _load(model: str, tokenizer: str | None, threads: int | None) -> tuple[Any, 
 
 
 def _encode(path: Path, encoder: Any, hashed: Any) -> Any:
-    """The ids of a text, encoded a piece at a time; `hashed` is given the text."""
+    """The ids of a text, encoded in pieces; `hashed` is updated with the text."""
     import torch
 
     with path.open("rb") as file:
@@ -187,7 +194,7 @@ def _encode(path: Path, encoder: Any, hashed: Any) -> Any:
 
 
 def _watched(ids: Any, name: str) -> Iterator[Any]:
-    """Tokens in long pieces, with a progress bar where they take a while."""
+    """The ids in long pieces, with a progress bar."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -198,8 +205,8 @@ def _watched(ids: Any, name: str) -> Iterator[Any]:
             progress.advance(task, piece.shape[1])
 
 
-def _told(work: Any, *arguments: Any) -> str | None:
-    """Print what some work says of itself; if it failed, return why."""
+def _report(work: Any, *arguments: Any) -> str | None:
+    """Print the line that `work` returns; if it fails, return the reason."""
     try:
         typer.echo(work(*arguments))
     except (ValueError, OSError) as error:
@@ -208,8 +215,8 @@ def _told(work: Any, *arguments: Any) -> str | None:
 
 
 def _result(job: Future) -> str:
-    said: str = job.result()
-    return said
+    line: str = job.result()
+    return line
 
 
 def _size(path: Path) -> str:

@@ -13,7 +13,7 @@ from elastic_memory.streaming import joining, memory_file
 from elastic_memory.streaming.reader import Reader
 from elastic_memory.streaming.texts import Part, digest, digest_text
 
-TEXTS = 1000  # that a cache can tell were read; each is 32 characters in a memory file
+TEXTS = 1000  # how many digests of texts a cache keeps, 32 characters each in a memory file
 
 
 class MemoryCache(Reader):
@@ -175,8 +175,8 @@ class MemoryCache(Reader):
             self.parts[row] = [*ended, *self.parts[row]]
         self.columns += columns
         self.texts = [*texts, *self.texts][-TEXTS:]
-        self._replace_states(states, keep_open=self.locality.sliding)
-        if not self.locality.sliding:  # the open block has not seen what came before
+        self._replace_states(states, keep_open=self.sliding)
+        if not self.sliding:  # the open block has not seen what came before
             self.read_open_again()
 
     def absorb(self, states: dict[int, State], ids: Int[Tensor, "batch token"]) -> None:

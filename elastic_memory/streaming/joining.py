@@ -1,8 +1,8 @@
-"""Memories that compose: caches joined one after another, and long texts whose blocks are read side by side.
+"""Joining memories: caches one after another, and the blocks of a long text, which are then read in parallel.
 
-Where attention stays inside blocks and one layer has a memory, keys and values of a block depend on that block alone.
-So parts that were read apart, once joined, are the whole text read in order, to rounding. Joins are computed in
-float64, states are kept in float32: a thousand parts are as precise as one.
+If attention is block-local and one layer has a memory, the keys and values of a block depend on that block alone. Then
+parts that were read separately and joined equal the whole text read in order, up to rounding. Joins are computed in
+float64 and states stored in float32: a thousand parts are as precise as one.
 """
 
 import hashlib
@@ -16,21 +16,20 @@ from elastic_memory.memory import Block, Memory, State
 from elastic_memory.shapes import Int, Tensor
 from elastic_memory.streaming import memory_file
 from elastic_memory.streaming.fingerprint import settings, weights_hash
+from elastic_memory.streaming.reader import AT_ONCE, Reader
 
 if TYPE_CHECKING:
     from elastic_memory.streaming.cache import MemoryCache
 
-AT_ONCE = 2**14  # tokens of all rows that go through the layers together
-
 
 class History(NamedTuple):
-    """What a memory holds of some tokens: their state, in float64, and their number."""
+    """The memory of some tokens: its state, in float64, and their number."""
 
     state: State
     tokens: int
 
     def then(self, other: "History", memory: Memory) -> "History":
-        """This history, and the other after it."""
+        """This history, followed by the other."""
         if not self.tokens or not other.tokens:
             return self if self.tokens else other
         state = memory.join(self.state, self.tokens, other.state, other.tokens)
@@ -38,7 +37,7 @@ class History(NamedTuple):
 
 
 def inexact(model: Any) -> str | None:
-    """Why parts of a text, read apart and joined, are not quite the text read in order; None if they are."""
+    """Why parts that are read separately and joined differ from the text read in order; None if they do not."""
     layers = list(model.memories)
     if model.base_model.layers[0].locality.sliding:
         return "sliding attention looks back across the border between two parts"
@@ -57,8 +56,8 @@ def check_joinable(model: Any, approximate: bool = False) -> None:
     reason = inexact(model)
     if reason and not approximate:
         raise ValueError(
-            f"{reason}, so parts read apart would be the whole only approximately: approximate=True (--approximate) "
-            "joins them all the same; docs/composing.md says how far off that is"
+            f"{reason}, so joined parts equal the text read in order only approximately: approximate=True "
+            "(--approximate) joins them anyway; docs/composing.md says how large the error is"
         )
 
 
@@ -68,7 +67,7 @@ def check_joinable(model: Any, approximate: bool = False) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def join(caches: Iterable["MemoryCache"], approximate: bool) -> "MemoryCache":
-    """The cache that has read what these have read, in this order; each is used as it comes, and none is changed."""
+    """The cache that has read what these have read, in this order. They are taken one at a time, and not changed."""
     before: _Ended | None = None
     last: MemoryCache | None = None
     for number, cache in enumerate(caches, 1):
@@ -87,7 +86,7 @@ def join(caches: Iterable["MemoryCache"], approximate: bool) -> "MemoryCache":
 
 
 class _Ended:
-    """All that a cache has read, its open block included, as if that had ended: by layer and row."""
+    """All that a cache has read, its open block included, as texts that have ended; histories by layer and row."""
 
     def __init__(self, cache: "MemoryCache"):
         self.columns, self.texts = cache.columns, cache.texts
@@ -99,7 +98,7 @@ class _Ended:
         }
 
     def then(self, other: "_Ended", cache: "MemoryCache") -> "_Ended":
-        """The other after this one."""
+        """This, followed by the other."""
         self.columns, self.texts = self.columns + other.columns, self.texts + other.texts
         self.parts = [[*one, *two] for one, two in zip(self.parts, other.parts, strict=True)]
         for index, rows in self.histories.items():
@@ -109,7 +108,7 @@ class _Ended:
         return self
 
     def put_before(self, cache: "MemoryCache") -> None:
-        """Let `cache` have read all of this first."""
+        """Make `cache` one that has read this first."""
         states = {}
         for index, rows in self.histories.items():
             own = [_history(cache, index, row, whole=False) for row in range(cache.batch)]
@@ -120,7 +119,7 @@ class _Ended:
 
 
 def _history(cache: "MemoryCache", index: int, row: int, whole: bool) -> History:
-    """What a layer remembers of a row; `whole`: of its open block, too."""
+    """The history of a row in one layer; with `whole` its open block included."""
     stream, seen, opened = cache.streams[index], cache.seen[row], cache.opened[row] if whole else 0
     state = tuple(part[row : row + 1] for part in stream.state)
     if opened:
@@ -129,10 +128,8 @@ def _history(cache: "MemoryCache", index: int, row: int, whole: bool) -> History
 
 
 def _check(cache: Any, last: "MemoryCache | None", what: str) -> None:
-    """Refuse what is not a cache, and one that is not of the same model and shape as the last one."""
-    from elastic_memory.streaming.cache import MemoryCache
-
-    if not isinstance(cache, MemoryCache):
+    """Refuse an object that is no cache, and a cache whose model or shape differs from the last one's."""
+    if not isinstance(cache, Reader):
         raise ValueError(f"{what} is a {type(cache).__name__}: give MemoryCaches")
     if not any(cache.clock):
         raise ValueError(f"{what} has read nothing: leave it out")
@@ -153,16 +150,16 @@ def _check(cache: Any, last: "MemoryCache | None", what: str) -> None:
     if different:
         raise ValueError(f"{what} was read by another model: {'; '.join(different)}"[:500])
     if weights_hash(cache.model) != weights_hash(last.model):
-        raise ValueError(f"{what} was read by a model of other weights: its state means nothing to this one")
+        raise ValueError(f"{what} was read by a model of other weights: its state cannot be used with this one")
 
 
-# -- blocks side by side -----------------------------------------------------------------------------------------------
+# -- blocks in parallel ------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = None) -> None:
-    """Read `ids`: all blocks that they complete side by side, and the last one as usual."""
+    """Read `ids`: whole blocks in parallel, and the last block as usual."""
     backbone, size = cache.model.base_model, cache.block_size
     cache.begin(len(ids), ids.device)
     cache.mark()
@@ -191,7 +188,7 @@ def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = Non
 
 
 def _compress(backbone: Any, index: int, ids: Int[Tensor, "batch token"], group: Any) -> History:
-    """Whole blocks as the memory of layer `index` knows them; with a `group`, each process reads its share."""
+    """The memory of whole blocks in layer `index`; with a `group` each process computes a share."""
     memory, size = backbone.layers[index].memory, backbone.layers[index].locality.block_size
     if group is None:
         return _read_share(backbone, index, ids)
@@ -206,7 +203,7 @@ def _compress(backbone: Any, index: int, ids: Int[Tensor, "batch token"], group:
 
 
 def _read_share(backbone: Any, index: int, ids: Int[Tensor, "batch token"]) -> History:
-    """The state after whole blocks, of which only the layers below are computed: no block waits for another."""
+    """The memory of whole blocks in layer `index`. Only the layers below are computed, all blocks at once."""
     layer = backbone.layers[index]
     memory, size = layer.memory, layer.locality.block_size
     rope = backbone.rope(size)
@@ -224,16 +221,16 @@ def _read_share(backbone: Any, index: int, ids: Int[Tensor, "batch token"]) -> H
 
 
 def _gather(part: Tensor, shares: int, group: Any) -> list[Tensor]:
-    """A tensor of each process."""
+    """The tensors of all processes."""
     every = [torch.empty_like(part) for _ in range(shares)]
     torch.distributed.all_gather(every, part.contiguous(), group=group)
     return every
 
 
 def _check_alike(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any) -> None:
-    """Refuse to share work with processes that have read, or are to read, something else."""
-    told = repr((cache.seen, cache.opened, cache.digests, tuple(ids.shape))).encode() + ids.cpu().numpy().tobytes()
-    digest = torch.frombuffer(bytearray(hashlib.blake2b(told, digest_size=16).digest()), dtype=torch.uint8)
+    """Refuse to share work if the processes have read, or were given, different tokens."""
+    known = repr((cache.seen, cache.opened, cache.digests, tuple(ids.shape))).encode() + ids.cpu().numpy().tobytes()
+    digest = torch.frombuffer(bytearray(hashlib.blake2b(known, digest_size=16).digest()), dtype=torch.uint8)
     every = _gather(digest.to(ids.device), torch.distributed.get_world_size(group), group)
     if not all(torch.equal(one, every[0]) for one in every):
         raise ValueError("the processes of the group do not hold the same tokens: give all of them the whole text")

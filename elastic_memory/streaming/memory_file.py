@@ -1,6 +1,6 @@
-"""Memory files: a `MemoryCache` on disk, as safetensors, tied to the model that made it.
+"""Memory files: a `MemoryCache` on disk, as safetensors, for the model that made it.
 
-A file is read only after its header has proved that it belongs to this model: names, shapes, types, fingerprints.
+Tensors are read only after the header has been checked against the model: names, shapes, types, fingerprints.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 VERSION = 2
 LARGEST_HEADER = 2**20
-DIGEST = re.compile("([0-9a-f]{32})?")  # of the ids in memory; empty where there are none yet
+DIGEST = re.compile("([0-9a-f]{32})?")  # of token ids; empty if there are none yet
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
 
 
 def content_hash(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of everything the file says, so that a flipped bit is found."""
-    told = {name: value for name, value in header.items() if name != "content"}
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    """SHA-256 of all that the file holds, so that a flipped bit is detected."""
+    rest = {name: value for name, value in header.items() if name != "content"}
+    digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -39,7 +39,7 @@ def content_hash(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
 
 
 def shape_of(model: Any) -> dict[str, Any]:
-    """What a file must have in common with a model, or its tensors have no place there."""
+    """The shapes and mechanisms that a file and a model must have in common."""
     locality = model.base_model.layers[0].locality
     return {
         "block_size": locality.block_size,
@@ -52,12 +52,12 @@ def shape_of(model: Any) -> dict[str, Any]:
 
 
 def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
-    """Write `cache` to `path`, whole or not at all."""
+    """Write `cache` to `path`, completely or not at all."""
     if not any(cache.clock):
         raise ValueError("this cache has read nothing yet: there is nothing to save")
-    cache.refresh()  # a state of the order that the file will name
+    cache.refresh()  # so that the state has the order that the file names
     longest = max(cache.opened)
-    exact = exact or cache.locality.sliding
+    exact = exact or cache.sliding
     tensors = {
         f"layers.{index}.{name}": tensor
         for index, stream in enumerate(cache.streams)
@@ -78,14 +78,14 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
         **cache.described(),
     }
     header["content"] = content_hash(header, tensors)
-    told = json.dumps(header)
-    if len(json.dumps(told)) > LARGEST_HEADER - 2**16:  # leaves room for what describes the tensors
-        raise ValueError(f"{path}: {sum(map(len, cache.parts)):,} parts are more than a memory file has room to name")
-    _write(path, safetensors.torch.save(tensors, metadata={"elastic_memory": told}))
+    metadata = json.dumps(header)
+    if len(json.dumps(metadata)) > LARGEST_HEADER - 2**16:  # leaves room for the descriptions of tensors
+        raise ValueError(f"{path}: {sum(map(len, cache.parts)):,} parts are more than the header of a file can list")
+    _write(path, safetensors.torch.save(tensors, metadata={"elastic_memory": metadata}))
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace `path` in one step, by a file that is on disk; every writer has a temporary file of its own."""
+    """Replace `path` in one step by a file that is on disk; every writer has its own temporary file."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with partial.open("xb") as file:
@@ -104,7 +104,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What a memory file says of itself, if it is whole; whose it is, only a model can tell."""
+    """The header of a memory file, if the file is undamaged; whether it fits a model is not checked."""
     with _open(path) as file:
         header, _ = _read_header(path, file)
         _check_version(path, header)
@@ -118,19 +118,19 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def _open(path: Path) -> BinaryIO:
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    if path.exists() and not path.is_file():  # opening a pipe would block
         raise ValueError(f"{path}: not a file")
     return path.open("rb")
 
 
 def load(cache: "MemoryCache", path: Path, force: bool) -> None:
-    """Fill the empty `cache` from `path`, or refuse and say why."""
+    """Fill the empty `cache` from `path`, or raise a ValueError that says why not."""
     with _open(path) as file:
         header, described = _read_header(path, file)
         _check_owner(path, header, cache.model, force)
         _check_clock(path, header, cache.block_size)
         seen, opened = header["seen"], header["opened"]
-        cache.begin(len(seen), torch.device("meta"))  # for its shapes: nothing is allocated on a file's word
+        cache.begin(len(seen), torch.device("meta"))  # shapes only: nothing is allocated before the file is checked
         expected = _expected(cache, len(seen), max(opened), described)
         if described != expected:
             wrong = sorted(set(described.items()) ^ set(expected.items()))[:3]
@@ -141,18 +141,18 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
 
 
 def _tensors(path: Path, header: dict[str, Any], content: bytes) -> dict[str, Tensor]:
-    """The tensors of a file, if they are what was saved."""
+    """The tensors of a file, if their checksum is right."""
     try:
         tensors = safetensors.torch.load(content)
     except SafetensorError as error:
         raise ValueError(f"{path}: damaged ({error})") from None
     if content_hash(header, tensors) != header.get("content"):
-        raise ValueError(f"{path}: damaged: it is not what was saved")
+        raise ValueError(f"{path}: damaged: its content does not match its checksum")
     return tensors
 
 
 def _checked_tensors(path: Path, header: dict[str, Any], content: bytes, vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of a file, if they are what was saved, finite, and ids of this vocabulary."""
+    """The tensors of a file, if their checksum is right, numbers are finite and ids in the vocabulary."""
     tensors = _tensors(path, header, content)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -164,7 +164,7 @@ def _checked_tensors(path: Path, header: dict[str, Any], content: bytes, vocab_s
 
 
 def _fill(cache: "MemoryCache", header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Put what the file holds into the cache; an open block of token ids is read again."""
+    """Fill the cache from the file; an open block of token ids is read again."""
     device = next(cache.model.parameters()).device
     ids = tensors.get("tokens")
     layers: list[dict[str, Tensor]] = [{} for _ in cache.memories]
@@ -187,7 +187,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, 
         header = json.loads(file.read(length), object_pairs_hook=_unique)
         metadata = json.loads(header.pop("__metadata__")["elastic_memory"], object_pairs_hook=_unique)
         if not isinstance(metadata, dict):
-            raise ValueError("what it says of itself is not a table")
+            raise ValueError("its metadata is not an object")
         described = {name: _description(about) for name, about in header.items()}
         end = max((about["data_offsets"][1] for about in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -198,7 +198,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, 
 
 
 def _description(about: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """dtype and shape of a tensor, if that is what they are."""
+    """dtype and shape of a tensor, checked."""
     dtype, shape, (start, end) = about["dtype"], about["shape"], about["data_offsets"]
     sizes = [*shape, start, end]
     sound = type(dtype) is str and type(shape) is list and len(about) == 3
@@ -228,14 +228,15 @@ def _check_owner(path: Path, header: dict[str, Any], model: Any, force: bool) ->
         raise ValueError(f"{path}: made by a model of another shape: {differences}")
     if force:
         return
-    told, here = header.get("settings"), settings(model)
-    # Other releases of transformers may know of more.
-    differences = _differences(told, {name: here[name] for name in here if not isinstance(told, dict) or name in told})
+    there, here = header.get("settings"), settings(model)
+    if isinstance(there, dict):  # other releases of transformers may have more settings
+        here = {name: value for name, value in here.items() if name in there}
+    differences = _differences(there, here)
     if not differences and header.get("weights") == weights_hash(model):
         return
     why = f"other settings: {differences}" if differences else "other weights"
     raise ValueError(
-        f"{path}: made with {why}; its state means nothing to this model. force=True (--force) loads it all the same"
+        f"{path}: made with {why}, so its state does not fit this model. force=True (--force) loads it anyway"
     )
 
 
@@ -267,10 +268,10 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
 
 
 def _parts_fit(header: dict[str, Any], block_size: int) -> bool:
-    """Whether texts that have ended are described, and whole blocks of the present one follow on them."""
+    """Whether the parts are well formed, and what follows them in memory is whole blocks."""
     seen, name = header["seen"], header.get("name")
     try:
-        parts = [[Part(*told) for told in row] for row in header.get("parts") or [()] * len(seen)]
+        parts = [[Part(*part) for part in row] for row in header.get("parts") or [()] * len(seen)]
     except TypeError:
         return False
     sound = all(
@@ -289,7 +290,7 @@ def _parts_fit(header: dict[str, Any], block_size: int) -> bool:
 def _expected(
     cache: "MemoryCache", batch: int, longest: int, described: dict[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The tensors a file of this model must hold; whether it was saved `exact`, it may choose."""
+    """The tensors that a file of this model must hold; it may have been saved `exact` or not."""
     config = cache.model.config
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     exact = any(".open." in name for name in described)
@@ -299,12 +300,12 @@ def _expected(
     if "tokens" in described or not exact:
         expected["tokens"] = ("I64", (batch, longest))
     for index, stream in enumerate(cache.streams):
-        for part, tensor in enumerate(stream.state):
-            expected[f"layers.{index}.state.{part}"] = ("F32", tuple(tensor.shape))
+        for name, tensor in stream.named(cache.model.dtype, None).items():
+            expected[f"layers.{index}.{name}"] = ("F32", tuple(tensor.shape))
         for name in sorted(stream.kept) if exact else ():
             shape = (batch, longest, config.hidden_size) if name == "output" else (batch, heads, longest, dim)
             expected[f"layers.{index}.open.{name}"] = (dtype, shape)
-        if exact and cache.locality.sliding and any(n.startswith(f"layers.{index}.window") for n in described):
+        if exact and cache.sliding and any(n.startswith(f"layers.{index}.window") for n in described):
             for part in range(2):
                 expected[f"layers.{index}.window.{part}"] = (dtype, (batch, heads, cache.block_size, dim))
     return expected

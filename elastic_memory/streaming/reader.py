@@ -34,7 +34,7 @@ class Reader(Cache):
         # Lists, because every token needs them and looking up submodules is slow.
         self.memories = [layer.memory for layer in self.owner]
         self.attentions = [layer.self_attn for layer in self.owner]
-        self.locality = self.owner[0].locality
+        self.locality, self.sliding = self.owner[0].locality, self.owner[0].locality.sliding
         self.block_size = 2**62 if self.locality.kind == "full" else self.locality.block_size
         self.reset()
 
@@ -187,9 +187,8 @@ class Reader(Cache):
         """Start `batch` rows, or check that a call with so many fits; one row may become several."""
         if not self.streams:
             self.mark()
-            sliding = self.locality.sliding
             self.streams = [
-                LayerCache(memory, batch, device, keep_raw=sliding or bool(memory.start(1, "meta")))
+                LayerCache(memory, batch, device, keep_raw=self.sliding or bool(memory.start(1, "meta")))
                 for memory in self.memories
             ]
             self.seen, self.opened, self.digests, self.device = [0] * batch, [0] * batch, [""] * batch, device
@@ -209,7 +208,7 @@ class Reader(Cache):
         uniform = len(set(zip(self.seen, self.opened, strict=True))) == 1
         starts = torch.tensor(self.opened[:1] if uniform else self.opened)
         positions = (starts[:, None] + torch.arange(width)).to(device)
-        window = self.block_size if self.locality.sliding else None
+        window = self.block_size if self.sliding else None
         like = torch.empty((), dtype=backbone.embed_tokens.weight.dtype, device=device)
         rope = backbone.rotary_emb(like, positions)
         return Segment(list(self.opened), width, positions, rope, list(self.seen), window)
@@ -241,7 +240,7 @@ class Reader(Cache):
         """How many whole blocks to read together, if rows have the same clock, nothing open, and more to read after."""
         alike = len(set(self.seen)) == 1 and not any(self.opened)
         parallel = all(isinstance(memory, ParallelMemory) for memory in self.memories)
-        if not alike or self.recording or self.locality.sliding or not parallel:
+        if not alike or self.recording or self.sliding or not parallel:
             return 0
         blocks = min(min(remaining) - 1, AT_ONCE // self.batch) // self.block_size
         return blocks if blocks > 1 else 0

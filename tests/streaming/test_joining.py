@@ -243,7 +243,7 @@ def test_a_thousand_parts_keep_their_precision(tmp_path):
     joined.save(tmp_path / "thousand")
     assert em.MemoryCache.load(tmp_path / "thousand", model).parts == joined.parts
     joined.parts[0] *= 20
-    with pytest.raises(ValueError, match="19,980 parts are more than a memory file has room to name"):
+    with pytest.raises(ValueError, match="19,980 parts are more than the header of a file can list"):
         joined.save(tmp_path / "thousands")
 
 

@@ -86,7 +86,7 @@ def test_read_join_show(processes, checkpoint, books, tmp_path):
     shown = memory("show", book, file_of(out, "one"))
     assert f"{book}: " in shown and "ElasticMemory in layer 1" in shown and str(checkpoint) in shown
     assert "part   1            63  two" in shown and "part   3           177  one" in shown
-    assert "block attention, 8 tokens" in shown and "KiB, whole" in shown
+    assert "block attention, 8 tokens" in shown and "KiB, checksum ok" in shown
 
 
 def test_only_what_changed_is_read_again(checkpoint, books, tmp_path, monkeypatch):
