@@ -59,7 +59,7 @@ class Decoder:
         stretch = self.size if all(self.fused) else STRETCH
         self.reaches = [min(reach, self.size) for reach in range(stretch, self.size + stretch, stretch)]
         self.graphs: dict[int, Any] = {}  # by columns of the block that are looked at: (graph, hidden states)
-        self.pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # one for all, as they run in turns
+        self.pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # shared: graphs never run at once
 
     @classmethod
     def fitting(cls, old: Self | None, backbone: Any, streams: list[LayerCache], ids: Int[Tensor, "batch 1"]) -> Self:

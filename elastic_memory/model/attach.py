@@ -1,4 +1,4 @@
-"""Memory for a model that exists already: attach it, train or use it, take it off again."""
+"""Attach a memory to a pretrained model, and detach it again."""
 
 from functools import cache
 from pathlib import Path
@@ -12,21 +12,22 @@ from torch import nn
 from elastic_memory.memory import Geometry
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
-from elastic_memory.model.configuration import MemorySettings, refuse_dropout
+from elastic_memory.model.configuration import BLOCK_SIZE, MEMORY, MemorySettings, refuse_dropout
 from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
 from elastic_memory.model.hooks import has_hooks
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json
-# What FSDP takes for a layer; and plans that hold without a memory only.
+# The class that FSDP wraps as a layer; tensor and pipeline plans do not hold with a memory.
 WRAPPED = {"_no_split_modules": ["MemoryLayer"], "supports_tp_plan": False, "supports_pp_plan": False}
 DEFAULTS: dict[str, Any] = {
-    "memory": "elastic", "memory_layers": None, "local_attention": "block", "memory_order": None,
-    "memory_points": None, "sampling": None, "sampling_options": None, "memory_options": {}, "block_size": 2048,
+    "memory": MEMORY, "memory_layers": None, "local_attention": "block", "memory_order": None,
+    "memory_points": None, "sampling": None, "sampling_options": None, "memory_options": {},
+    "block_size": BLOCK_SIZE,
 }  # fmt: skip
-# Saved with the weights of a model with memory. Whoever loads them into a model without one, which transformers can do
-# without us, is told by transformers that this was not used.
+# A buffer saved with the weights of a model with memory. If they are loaded into a model without one, transformers
+# warns that this key was not used.
 REMINDER = "elastic_memory_attach_memory_restores_the_memory"
 
 
@@ -44,9 +45,9 @@ def attach_memory(
 ) -> Any:
     """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 a memory, in place; its own weights stay where they are.
 
-    What is not given is as the model was saved, if it was saved with this memory; else elastic memory in blocks of
-    2,048. Elastic memory adds no parameters. Until a first block is complete the model computes what it did before,
-    inside one block.
+    Settings that are not given are those the model was saved with, if it was saved with this memory; else elastic
+    memory in blocks of 2,048. Elastic memory adds no parameters. In its first block the model computes what it did
+    before.
     """
     config = model.config
     _check(model)
@@ -68,7 +69,7 @@ def attach_memory(
         values |= older(settings, getattr(config, RECORD))
         settings = _settings(model, values)
 
-    # All that may fail comes before the first change.
+    # Everything that may fail comes before the first change.
     backbone = model.model
     installed = memory_layers(backbone, settings)
     _match(installed, model, values["memory"])
@@ -88,7 +89,7 @@ def attach_memory(
 
 
 def detach_memory(model: Any) -> Any:
-    """Undo `attach_memory`: the model it was, with the weights it has now."""
+    """Undo `attach_memory`: the original classes and layers, with the present weights."""
     _refuse_wrapped(model, "detach_memory")
     original = getattr(model, "_before_memory", None)
     if original is None:
@@ -104,7 +105,7 @@ def detach_memory(model: Any) -> Any:
 
 @cache
 def with_memory(mixin: type, original: type) -> type:
-    """The class `original` with a memory. Its instances are pickled by what it is made of, as it has no name."""
+    """The class `original` with a memory. It has no importable name: instances are pickled by its two base classes."""
 
     def reduce(self: Any) -> tuple:
         return _new, (mixin, original), vars(self)
@@ -117,7 +118,7 @@ def _new(mixin: type, original: type) -> Any:
 
 
 def _check(model: Any) -> None:
-    """Refuse what no memory can be attached to."""
+    """Refuse models that no memory can be attached to."""
     _refuse_wrapped(model, "attach_memory")
     if isinstance(model, MemoryCausalLM):
         raise ValueError(f"{type(model).__name__} has a memory already: detach_memory(model) first")
@@ -137,7 +138,7 @@ def _refuse_wrapped(model: Any, function: str) -> None:
 
 
 def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What still holds of the saved settings: options of a sampling are of no use to another."""
+    """The saved settings that still apply: options of one sampling do not fit another."""
     other = "sampling" in given and given["sampling"] != saved["sampling"]
     return saved | ({"sampling_options": None} if other else {})
 
@@ -169,7 +170,7 @@ def _geometry(config: Any, block_size: int) -> Geometry:
 
 @torch.no_grad()
 def _restore(layers: nn.ModuleList, name: str) -> None:
-    """Memory's own parameters from the checkpoint, where a model that knew of no memory left them."""
+    """Load the memory's own parameters from the checkpoint; a model without memory did not."""
     wanted = {
         f"model.layers.{index}.self_attn.memory.{part}": parameter
         for index, layer in enumerate(layers)
@@ -193,7 +194,7 @@ def _restore(layers: nn.ModuleList, name: str) -> None:
 
 
 def _match(layers: nn.ModuleList, model: Any, memory: str) -> None:
-    """New parameters go where the layer's own are, in their precision, initialised."""
+    """Put new parameters on the device and in the precision of their layer, and initialise them."""
     for layer in layers:
         like = layer.input_layernorm.weight  # projections may be quantised
         if like.is_meta and hasattr(layer.input_layernorm, "_hf_hook") and extra_parameters(layer.memory):

@@ -29,7 +29,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "200m": {"hidden_size": 1080, "intermediate_size": 2880, "num_hidden_layers": 12, "num_attention_heads": 12},
     "400m": {"hidden_size": 1440, "intermediate_size": 4864, "num_hidden_layers": 12, "num_attention_heads": 16},
 }  # fmt: skip
-PAPER = {"block_size": 2048, "memory_points": 512, "vocab_size": 32000}
+MEMORY = "elastic"  # the memory and the block size of whoever names none
+BLOCK_SIZE = 2048
+PAPER = {"block_size": BLOCK_SIZE, "memory_points": 512, "vocab_size": 32000}
 COMMON = {
     "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
@@ -55,7 +57,7 @@ class MemorySettings:
     """Which memory, where, how large: what `MemoryLlamaConfig` adds to a model, and `attach_memory` too."""
 
     geometry: Geometry
-    memory: str = "elastic"
+    memory: str = MEMORY
     memory_layers: list[int] | None = None
     local_attention: str = "block"
     memory_order: int | None = None
@@ -131,9 +133,9 @@ class MemoryLlamaConfig(LlamaConfig):
     # Rows hold no special tokens, so no id means an end until somebody says so; Llama's 1 and 2 are Llama 2's own.
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-    memory: str = "elastic"
+    memory: str = MEMORY
     memory_layers: list[int] | None = None
-    block_size: int = 2048
+    block_size: int = BLOCK_SIZE
     local_attention: str = "block"
     memory_order: int | None = None
     memory_points: int | None = None
@@ -243,7 +245,7 @@ class MemoryLlamaConfig(LlamaConfig):
         )
 
     @classmethod
-    def preset(cls, name: str, memory: str = "elastic", memory_multiple: int = 1, **overrides: Any) -> Self:
+    def preset(cls, name: str, memory: str = MEMORY, memory_multiple: int = 1, **overrides: Any) -> Self:
         """A size of the paper (100m, 200m, 400m) or `tiny`, with a memory of a multiple of the paper's size.
 
         >>> MemoryLlamaConfig.preset("100m", memory="elastic", memory_multiple=16).memory_order

@@ -173,7 +173,7 @@ def _chain(known: Tensor, added: Tensor) -> Tensor:
 
 @torch.library.custom_op("elastic_memory::infini_chain_backward", mutates_args=())
 def _chain_backward(gradient: Tensor, known: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """What reaches a matrix, and so U, goes on to the one before by (I - G)^T: the same chain, from its end on."""
+    """The gradient of a matrix, and so of U, reaches the one before by (I - G)^T: the same chain, from its end."""
     of_added = _chained(known, gradient, back=True)
     before = F.pad(matrices[:, :-1], (0, 0) * 3 + (1, 0))
     return -(of_added @ before.mT), of_added
