@@ -4,7 +4,7 @@ VENV   ?= .venv
 RUN    := $(VENV)/bin/python -m
 READY  := $(VENV)/.ready
 
-.PHONY: demo dist test test-slow test-faults test-wheel test-gpu test-transformers mutants check bench bench-gpu clean help
+.PHONY: demo dist test test-slow test-faults test-wheel test-browser docs test-gpu test-transformers mutants check bench bench-gpu clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -13,7 +13,7 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(READY)   ## train two tiny models and compare them, on any machine
+demo: $(READY)   ## see the memory at work, on any machine
 	$(VENV)/bin/elastic demo
 
 test: $(READY)   ## the test suite
@@ -46,6 +46,14 @@ dist: $(READY)         ## wheel and source distribution in dist/
 
 test-wheel: $(READY)   ## a wheel in an empty environment: demo, tables, training
 	$(RUN) pytest -m slow tests/test_wheel.py $(ARGS)
+
+test-browser: $(READY) ## the report and the microscope in headless Chromium (Debian: apt install chromium)
+	$(RUN) pip install --quiet --disable-pip-version-check playwright
+	OMP_NUM_THREADS=1 $(RUN) pytest tests/browser $(ARGS)
+
+docs: $(READY)         ## the documentation as a site, in build/site; warnings are errors
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --site-dir build/site
 
 test-gpu:        ## on a machine with CUDA; uses the interpreter's own packages
 	$(PYTHON) -m pytest -m gpu $(ARGS)

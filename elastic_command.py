@@ -9,9 +9,13 @@ import signal
 
 def main() -> None:
     """Run the command line."""
-    try:
-        from elastic_memory.cli import main as run
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)  # until a command begins: cli.py
+    from elastic_memory.cli import main as run
 
-        run()
-    except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # nothing has begun that would need an orderly end
+    run()
+
+
+def _end(*_: object) -> None:
+    """Nothing has begun that would need an orderly end, and an exception might be raised where Python ignores it."""
+    os._exit(128 + signal.SIGINT)

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
-    "demo": "Train two tiny models on this machine and compare them.",
+    "demo": "See the memory at work on this machine, in a few minutes.",
     "prepare": "Tokenize a corpus into rows of one length.",
     "train": "Train the model of a recipe; resume an interrupted run.",
     "evaluate": "Measure a model: perplexity, LongPPL, probes of its memory.",
@@ -30,6 +31,8 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:  # noqa: D102
         importlib.import_module("elastic_memory.model")
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ended the start at once
         return super().invoke(ctx)
 
 

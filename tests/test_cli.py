@@ -114,8 +114,8 @@ def test_the_memory_at_work(tmp_path):
     from elastic_memory.commands.demo import memory_at_work
 
     console = Console(record=True, width=100)
-    picture = memory_at_work(tmp_path, console)
-    assert picture.stat().st_size > 10_000
+    ((_, kept),) = memory_at_work(tmp_path, console)
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
     shares = {
         line.split("  ")[1].strip(): [float(cell.rstrip("%")) for cell in line.split() if cell.endswith("%")]
         for line in console.export_text().splitlines()

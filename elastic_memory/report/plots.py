@@ -1,6 +1,5 @@
 """Plots with matplotlib, one function each."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -73,14 +72,6 @@ def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], across:
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
     _open(axes)
     return figure
-
-
-def png(figure: Figure) -> bytes:
-    """A figure as PNG bytes; closes it."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150, bbox_inches="tight")
-    plt.close(figure)
-    return buffer.getvalue()
 
 
 def _open(axes: Axes) -> None:

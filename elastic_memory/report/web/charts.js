@@ -89,7 +89,8 @@ const Charts = (() => {
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = "left";
     ctx.textBaseline = "top";
-    ctx.fillText(mark.label || "", from + 4 * devicePixelRatio, bbox.top + 3 * devicePixelRatio);
+    const room = bbox.left + bbox.width - ctx.measureText(mark.label).width - 4 * devicePixelRatio;
+    ctx.fillText(mark.label, Math.min(from + 4 * devicePixelRatio, room), bbox.top + 3 * devicePixelRatio);
     ctx.restore();
   }
 
