@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from elastic_memory.commands.options import Command
 
 COMMANDS = {
     "demo": "See the memory at work on this machine, in a few minutes.",
@@ -24,16 +25,6 @@ COMMANDS = {
     "bench": "Time every memory, as ratios to the model without memory.",
     "selfcheck": "Check on this machine that fast and plain computation agree.",
 }
-
-
-class Command(TyperCommand):
-    """A subcommand; torch, transformers and our models are imported when it runs."""
-
-    def invoke(self, ctx: Any) -> Any:  # noqa: D102
-        importlib.import_module("elastic_memory.model")
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ended the start at once
-        return super().invoke(ctx)
 
 
 class LazyGroup(TyperGroup):

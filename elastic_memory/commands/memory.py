@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.generate import READ, chunks, encoded, load
+from elastic_memory.commands.options import Command
 
 SUFFIX = ".memory.safetensors"
 
@@ -35,7 +36,7 @@ memory = typer.Typer(
 )
 
 
-@memory.command()
+@memory.command(cls=Command)
 def read(
     texts: Annotated[list[Path], typer.Argument(help="UTF-8 text files; each gets its own memory file.")],
     model: Annotated[str, typer.Option(help="A run folder, a model folder, or a name on the hub.")],
@@ -74,7 +75,7 @@ def read(
         raise ValueError(f"{len(failed)} of {len(targets)} texts were not read: {'; '.join(failed)}")
 
 
-@memory.command()
+@memory.command(cls=Command)
 def join(
     files: Annotated[list[Path], typer.Argument(help="Memory files, in reading order.")],
     out: Annotated[Path, typer.Option(help="The joined memory file; replaced if it exists.")],
@@ -113,7 +114,7 @@ def join(
     typer.echo(f"{out}: {len(files)} files, {joined.clock[0]:,} tokens in {_size(out)}")
 
 
-@memory.command()
+@memory.command(cls=Command)
 def show(files: Annotated[list[Path], typer.Argument(help="Memory files.")]) -> None:
     """Show what memory files hold: model, tokens, parts, size. A damaged file is an error.
 

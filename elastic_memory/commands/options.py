@@ -1,6 +1,22 @@
-"""Checks of options that several commands share."""
+"""What several commands share: how they begin, and checks of options."""
+
+import importlib
+import signal
+from typing import Any
+
+from typer.core import TyperCommand
 
 LARGEST_MEMORY = 100_000  # coefficients or points: what takes minutes and more memory than there is
+
+
+class Command(TyperCommand):
+    """A subcommand; torch, transformers and our models are imported when it runs."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: D102
+        importlib.import_module("elastic_memory.model")
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ended the start at once
+        return super().invoke(ctx)
 
 
 def check_range(least: int, most: float = float("inf"), **options: float | list[int] | None) -> None:
