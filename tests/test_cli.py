@@ -114,7 +114,7 @@ def test_the_memory_at_work(tmp_path):
     from elastic_memory.commands.demo import memory_at_work
 
     console = Console(record=True, width=100)
-    ((_, kept),) = memory_at_work(tmp_path, console)
+    memory_at_work(tmp_path, console)
     assert (tmp_path / "memory.png").stat().st_size > 10_000
     shares = {
         line.split("  ")[1].strip(): [float(cell.rstrip("%")) for cell in line.split() if cell.endswith("%")]

@@ -69,7 +69,7 @@ def explore(
     server.run()
 
 
-def _document(name: str, reader: Any, words: str, tokens: int) -> dict[str, Any]:
+def _document(name: str, reader: tuple[Any, Any], words: str, tokens: int) -> dict[str, Any]:
     """What the page shows of a model that reads a text."""
     from elastic_memory.report import explorer
 
