@@ -157,8 +157,10 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("copy.streams = [stream.fork() for stream in self.streams]", "copy.streams = self.streams", "forks"),
         ("copy.streams = [stream.fork() for stream in self.streams]", "pass", "forks"),
-        ("copy.tokens = None if self.tokens is None else self.tokens.clone()", "pass", "forks"),
-        ("copy.before = None if self.before is None else self.before.fork()", "copy.before = None", "rollback or fork"),
+    ],
+    ("elastic_memory/streaming/cache.py", "tests/streaming/test_forks.py"): [
+        ("copy.tokens = None if self.tokens is None else self.tokens.clone()", "pass", "open_block"),
+        ("copy.before = None if self.before is None else self.before.fork()", "copy.before = None", "takes_back"),
     ],
     ("elastic_memory/streaming/cache.py", "tests/streaming/test_faults.py"): [
         ("self.__dict__.update(self.undo, decoding=False)", "pass", "fails_changes_nothing"),
