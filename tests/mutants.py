@@ -176,7 +176,8 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("elastic_memory/model/defaults.py", "tests/model/test_defaults.py"): [
         ('if record.get("memory") != now["memory"]:', "if False:", ""),
         ("if name not in settings.options() and", "if", "given_when_loading"),
-        ("if not isinstance(record, dict) or", "if False and", "damaged"),
+        ("if not isinstance(record, dict) or not", "if record is None or not", "damaged"),
+        ('or "layers" not in record:', "or False:", "damaged"),
     ],
     ("elastic_memory/data/sources.py", "tests/data/test_damaged_sources.py"): [
         (
