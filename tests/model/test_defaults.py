@@ -92,7 +92,8 @@ def test_a_model_saved_without_them_says_which_defaults_it_has(auto, tmp_path):
     ("record", "message"),
     [
         ("delta", "memory_defaults"),
-        ({"memory": "infini"}, "memory_defaults"),
+        ({"memory": "infini", "layers": None}, "memory_defaults"),
+        ({"memory": "infini", "options": {}}, "memory_defaults"),
         ({"memory": "infini", "layers": None, "options": {"updat": "delta"}}, "did you mean 'update'"),
     ],
 )
