@@ -67,9 +67,10 @@ def disturb(monkeypatch):
             forward = model.forward
 
             def disturbed(*args, **kwargs):
-                count[0] += "labels" in kwargs
+                trains = "labels" in kwargs  # the norms of memory are measured by calls without
+                count[0] += trains
                 out = forward(*args, **kwargs)
-                return action(model, out) if count[0] in calls else out
+                return action(model, out) if trains and count[0] in calls else out
 
             model.forward = disturbed
             return model

@@ -82,11 +82,11 @@ def test_no_slower_than_recorded(row):
         pytest.skip(
             f"no record of {torch.cuda.get_device_name()}: that of {record['environment']['device']} is no measure"
         )
-    assert slower(row, record, speed.TIERS["paper"]) is None
+    assert slower(row, record, speed.PLANS["paper"]) is None
 
 
 @pytest.mark.parametrize(("recorded", "found"), [(1e-6, False), (1e6, True)])
 def test_the_guard_of_time_sees_what_is_slower(recorded, found):
     record = {"cells": {"Mem. Transformer|1x": {"training_ratio": recorded}}}
-    plan = speed.TIERS["smoke"] | {"length": 128, "repeats": 1}
+    plan = speed.PLANS["smoke"] | {"length": 128, "repeats": 1}
     assert (slower("Mem. Transformer", record, plan) is not None) == found
