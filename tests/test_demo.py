@@ -51,7 +51,9 @@ def test_from_signals_to_a_report_and_again_without_doing_it_twice(tmp_path, mon
 
     again = "is trained again"
     monkeypatch.setattr(session, "build_model", lambda recipe: pytest.fail(again))
-    monkeypatch.setattr(import_module("elastic_memory.evaluation.recall"), "learn", lambda *args, **options: pytest.fail(again))
+    monkeypatch.setattr(
+        import_module("elastic_memory.evaluation.recall"), "learn", lambda *args, **options: pytest.fail(again)
+    )
     (tmp_path / "report.html").unlink()
     code, second = demo(monkeypatch, capsys, tmp_path)
     assert code == 0
