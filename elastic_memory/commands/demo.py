@@ -33,15 +33,20 @@ HELD_OUT_ROWS = 128
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for data, runs, plots and the report.")] = Path("demo"),
-    tokens: Annotated[int, typer.Option(help="Bytes of text that the language model is trained on.")] = 1_228_800,
+    tokens: Annotated[
+        int, typer.Option(help="Bytes of text (tokens) that the language model is trained on.")
+    ] = 1_228_800,
     seed: Annotated[int, typer.Option(help="Seed of everything that is trained and asked.")] = 0,
 ) -> None:
     """See the memory at work on this machine: about four minutes on two cores, no download.
 
     1. Signals are compressed block by block and reconstructed.
+
     2. Two tiny models, with and without memory, learn to recall what was said some blocks ago. Then the memory is made
     larger, without training, and reaches further.
+
     3. Texts are read into memory files of a few KiB, loaded again, and asked about.
+
     4. A language model with memory is trained on the source code of Python's standard library, and evaluated with its
     memory and without.
 

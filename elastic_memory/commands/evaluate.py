@@ -12,7 +12,9 @@ from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENC
 
 SPARE_TOKENS = 1024  # how many more tokens a model may have than its tokenizer, to make its size round
 
-Metrics = Annotated[list[str] | None, typer.Option(help="ppl, longppl, reconstruction, spectrum, recall; repeatable.")]
+Metrics = Annotated[
+    list[str] | None, typer.Option(help="ppl (default), longppl, reconstruction, spectrum, recall; repeatable.")
+]
 Protocols = Annotated[
     list[str] | None,
     typer.Option(
@@ -25,7 +27,7 @@ Out = Annotated[Path | None, typer.Option(help="Write the results to this JSON f
 Stride = Annotated[int | None, typer.Option(help="P1: tokens between two windows (default: a quarter of a block).")]
 Sampling = Annotated[str | None, typer.Option(help="Read the memory with another sampling than in training.")]
 Points = Annotated[int | None, typer.Option(help="Read the memory at this many sample points.")]
-Order = Annotated[int | None, typer.Option(help="Compress to this order.")]
+Order = Annotated[int | None, typer.Option(help="Use a memory of this order instead of the trained one.")]
 Corrupt = Annotated[float, typer.Option(help="Share of the tokens of each block whose keys and values become noise.")]
 CorruptLayers = Annotated[str, typer.Option(help="Which layers get the noise: memory (those with memory) or all.")]
 Reference = Annotated[str, typer.Option(help="LongPPL: the model that finds the key tokens.")]
@@ -39,7 +41,7 @@ SlidingWindow = Annotated[
 Alpha = Annotated[float, typer.Option(help="LongPPL: the least gain of a key token from the long context, in nats.")]
 Beta = Annotated[float, typer.Option(help="LongPPL: the least log-probability of a key token.")]
 Keys = Annotated[Path | None, typer.Option(help="LongPPL: folder in which key tokens are kept for the next call.")]
-Orders = Annotated[list[int] | None, typer.Option("--reconstruct", help="Reconstruction: orders; repeatable.")]
+Orders = Annotated[list[int] | None, typer.Option("--reconstruct", help="Reconstruction: an order to try; repeatable.")]
 RecallSteps = Annotated[int, typer.Option(help="Recall: fine-tune a copy of the model for this many steps first.")]
 
 

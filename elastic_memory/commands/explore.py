@@ -19,7 +19,7 @@ def explore(
     serve: Annotated[
         bool, typer.Option(help="Keep the models loaded, and let them read text pasted into the page.")
     ] = False,
-    port: Annotated[int, typer.Option(help="Of --serve, on this machine alone; 0: any that is free.")] = 0,
+    port: Annotated[int, typer.Option(help="Port of --serve, on localhost only; 0 picks a free one.")] = 0,
     tokens: Annotated[int, typer.Option(help="How many tokens of a text are read at most.")] = 4096,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside a model.")] = None,
 ) -> None:

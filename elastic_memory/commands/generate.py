@@ -35,7 +35,7 @@ def generate(
     top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="Random seed of the sampled tokens.")] = 0,
     sampling: Annotated[
-        str | None, typer.Option(help="Sampling of the memory, if not the trained one: uniform, exponential, ...")
+        str | None, typer.Option(help="Where the memory is read, if not as trained: uniform, exponential, ...")
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if the checkpoint has none.")] = None,
     force: Annotated[

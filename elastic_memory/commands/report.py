@@ -7,7 +7,9 @@ import typer
 
 
 def report(
-    results: Annotated[Path, typer.Argument(help="A folder with all below it, a run, an evaluation, or a table.")],
+    results: Annotated[
+        Path, typer.Argument(help="A folder (searched recursively), a run, or a JSON file of an evaluation or a table.")
+    ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Its heading.")] = "Results",
 ) -> None:
