@@ -41,14 +41,16 @@ How to read the tables:
 
 RECALL = """\
 **Recall.** A passkey of two tokens is given in one block and asked for up to 64 blocks later. The last row is the same
-trained model as the row above, with order and sample points raised eightfold at test time. Record: [recall.json](results/recall.json).
+trained model as the row above, with order and sample points raised eightfold at test time.
+Record: [recall.json](results/recall.json).
 """
 
 LANGUAGE = """\
 **Language modelling.** Models of 34M parameters, each trained on 150M tokens. The picture shows, on mathematical text
 (`proofs`), how much the perplexity of each model rises when its memory is erased at every block: an upper bound on what
 the memory is worth, as a model trained without memory would have adapted. One seed per model decides no ranking (they
-differ by up to 19% in block 0, where no memory can help), and the paper's ranking is not reproduced yet. What is missing, the paper's claims one by one, and how to read the numbers: [results](results/README.md).
+differ by up to 19% in block 0, where no memory can help), and the paper's ranking is not reproduced yet. What is
+missing, the paper's claims one by one, and how to read the numbers: [results](results/README.md).
 Record: [main-small.json](results/main-small.json).
 """
 
