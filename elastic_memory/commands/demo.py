@@ -62,6 +62,7 @@ def demo(
 
     check_range(STEP, 10**12, tokens=tokens)
     check_range(0, seed=seed)
+    _check_seed(out / "demo.json", seed)
     console = Console()
     choose_threads()
     found = []
@@ -72,9 +73,20 @@ def demo(
     _step(console, 3, f"Memory files: read {BOOKS} texts, save what the model remembers, load it, ask")
     found += _ask_files(out, seed, console)
     _step(console, 4, f"A language model of Python source code, in blocks of {BLOCK} bytes")
-    found += _language_model(out, tokens, seed, console)
-    _conclude(found, out, console)
+    run, seen = _language_model(out, tokens, seed, console)
+    _conclude([*found, *seen], run, out, console)
     write_text(out / "report.html", page(out, "Elastic Memory: the demo"))
+
+
+def _check_seed(file: Path, seed: int) -> None:
+    """Refuse a folder of another seed: what is there would not be trained again."""
+    from elastic_memory.common.files import write_json
+    from elastic_memory.common.strict import read_json
+
+    if file.exists() and (made := read_json(file)["seed"]) != seed:
+        raise ValueError(f"--seed {seed}: {file.parent} was made with seed {made}; give another --out")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"seed": seed})
 
 
 def memory_at_work(out: Path, console: Console) -> list[tuple[str, str]]:
@@ -181,7 +193,9 @@ def _learned(folder: Path, memory: dict[str, str], seed: int, name: str) -> Any:
             model, "passkey", BOOK_BLOCKS, RECALL_STEPS, rows=32, learning_rate=3e-3, seed=seed,
             report=lambda step, loss: progress.advance(bar),
         )  # fmt: skip
-    model.save_pretrained(folder)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    model.save_pretrained(unfinished)
+    unfinished.rename(folder)  # whole or absent
     return model
 
 
@@ -226,7 +240,7 @@ def _ask_files(out: Path, seed: int, console: Console) -> list[tuple[str, str]]:
     return [(f"texts asked through a file of {size / BOOKS / 1024:.0f} KiB: right answers", f"{right} of {BOOKS}")]
 
 
-def _language_model(out: Path, tokens: int, seed: int, console: Console) -> list[tuple[str, str]]:
+def _language_model(out: Path, tokens: int, seed: int, console: Console) -> tuple[Path, list[tuple[str, str]]]:
     """Train a model with memory, unless that is done, and read unseen packages with its memory and without."""
     from elastic_memory.commands.evaluate import evaluate
     from elastic_memory.commands.prepare import prepare
@@ -253,7 +267,7 @@ def _language_model(out: Path, tokens: int, seed: int, console: Console) -> list
         highlight=False,
     )
     shown = f"{erased['ppl'] / kept['ppl'] - 1:.1%}, in {lower} of {blocks} blocks"
-    return [("language model: perplexity is higher without its memory by", shown)]
+    return run, [("language model: perplexity is higher without its memory by", shown)]
 
 
 def _train(out: Path, tokens: int, seed: int) -> Path:
@@ -286,7 +300,7 @@ def _step(console: Console, index: int, text: str) -> None:
     console.print(f"\n[bold]{index}. {text}[/bold]", highlight=False)
 
 
-def _conclude(found: list[tuple[str, str]], out: Path, console: Console) -> None:
+def _conclude(found: list[tuple[str, str]], run: Path, out: Path, console: Console) -> None:
     """What was seen, where the page is, and what to try next."""
     from elastic_memory.report.tables import Table
 
@@ -294,10 +308,9 @@ def _conclude(found: list[tuple[str, str]], out: Path, console: Console) -> None
     console.print(Table("What was seen", ["", ""], found, "").rich())
     console.print(f"report, with charts: {out / 'report.html'}", soft_wrap=True)
     console.print("try next:", highlight=False)
-    run = next((out / "runs").iterdir())
     for command in (
         f"elastic explore {out / 'memories' / 'book-0.memory.safetensors'}    # look into a memory, in a browser",
-        f"elastic generate {run} --prompt 'import os' --max-new-tokens 200",
+        f"elastic generate {run} --prompt 'import os' --tokens 200",
         "elastic reproduce list                       # the tables of the paper, each by a command",
     ):
         console.print(f"  {command}", highlight=False, soft_wrap=True)

@@ -83,6 +83,8 @@ def _check(folders: list[Path], memories: list[Path], text: Path | None, serve: 
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file or folder")
     for path in folders:
+        if folders.count(path) > 1:
+            raise ValueError(f"{path} is given twice")
         if not path.is_dir():
             raise ValueError(f"{path}: give a run or model folder, or a memory file (*.memory.safetensors)")
     if text and not folders:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -68,9 +69,21 @@ def read(
         ]
     else:
         threads = max(1, (os.cpu_count() or 1) // processes)
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        pool = ProcessPoolExecutor(
+            processes,
+            mp_context=get_context("spawn"),
+            initializer=signal.signal,
+            initargs=(signal.SIGINT, signal.SIG_IGN),
+        )
+        try:
             jobs = [pool.submit(_read, *pair, model, tokenizer, threads) for pair in targets.items()]
             failed = [error for job in as_completed(jobs) if (error := _report(_result, job))]
+        except KeyboardInterrupt:
+            for process in list(pool._processes.values()):
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
     if failed:
         raise ValueError(f"{len(failed)} of {len(targets)} texts were not read: {'; '.join(failed)}")
 

@@ -66,7 +66,8 @@ class Bytes:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:  # noqa: D102
-        return bytes(ids).decode(errors="replace")
+        # a model may have more tokens than there are bytes: 0xff, as no text has it, stands for one of them
+        return bytes(min(one, 0xFF) for one in ids).decode(errors="replace")
 
     def known_as(self, sha256: str) -> bool:  # noqa: D102
         return bool(sha256) and self.sha256.startswith(sha256)

@@ -33,6 +33,11 @@ Blocks = Float[Tensor, "batch block head token dim"]
 RENAMED = {"road": "algorithm"}  # options by their names of earlier versions
 
 
+def with_new_names(options: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Options of a saved model, by the names they have now."""
+    return options and {RENAMED.get(name, name): value for name, value in options.items()}
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The layer a memory lives in."""

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from elastic_memory.memory import Geometry
+from elastic_memory.memory.contract import with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import BLOCK_SIZE, MEMORY, MemorySettings, refuse_dropout
@@ -140,7 +141,8 @@ def _refuse_wrapped(model: Any, function: str) -> None:
 def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The saved settings that still apply: options of one sampling do not fit another."""
     other = "sampling" in given and given["sampling"] != saved["sampling"]
-    return saved | ({"sampling_options": None} if other else {})
+    options = {"memory_options": with_new_names(saved.get("memory_options")) or {}}
+    return saved | options | ({"sampling_options": None} if other else {})
 
 
 def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from elastic_memory.common.names import nearest, suggest
 from elastic_memory.memory import MEMORIES, Geometry, Memory
+from elastic_memory.memory.contract import with_new_names
 from elastic_memory.model.adapters import tell_peft
 from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
 from elastic_memory.model.locality import Locality
@@ -159,6 +160,8 @@ class MemoryLlamaConfig(LlamaConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers. Keys that are unknown here are kept for those who know them, and named in a warning."""
+        if config_dict.get("memory_options"):
+            config_dict = config_dict | {"memory_options": with_new_names(config_dict["memory_options"])}
         unknown = _unknown(cls, config_dict)
         if unknown:
             said = [f"{name} (did you mean {near!r}?)" if near else name for name, near in unknown.items()]

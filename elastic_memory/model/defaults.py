@@ -21,6 +21,7 @@ def defaults(settings: Any) -> dict[str, Any]:
     return {
         "memory": settings.memory,
         "layers": settings.layers() if settings.memory_layers is None else None,
+        "layers_of": settings.geometry.layers,
         "options": options,
     }
 
@@ -37,7 +38,8 @@ def older(settings: Any, record: Any) -> dict[str, Any]:
         for name, value in record["options"].items()
         if name not in settings.options() and now["options"].get(name) != value
     }
-    if settings.memory_layers is None and record["layers"] not in (None, now["layers"]):
+    as_deep = record.get("layers_of") == now["layers_of"]  # or where memory was says nothing of this model
+    if as_deep and settings.memory_layers is None and record["layers"] not in (None, now["layers"]):
         options["layers"] = record["layers"]
     changes = {NAMED[name]: options.pop(name) for name in NAMED.keys() & options.keys()}
     return changes | ({"memory_options": settings.memory_options | options} if options else {})

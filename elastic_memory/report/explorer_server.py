@@ -65,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
             if not isinstance(told, dict) or not isinstance(told.get("text"), str):
                 raise ValueError('give {"text": "..."}')
             self._answer(200, {"subjects": type(self).reader(told["text"])})
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self._answer(400, {"error": str(error)})
 
     def _ours(self) -> bool:

@@ -133,7 +133,8 @@ class Recipe(Section):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            first = error.errors()[0]
+            # a misspelt key is unknown, and the right one is missing: say the former
+            first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
         kind, path, value = first["type"], ".".join(map(str, first["loc"])), str(first["input"])[:80]
         if kind == "value_error":
             raise ValueError(f"{source}: {first['ctx']['error']}")

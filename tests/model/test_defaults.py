@@ -121,3 +121,20 @@ def test_an_attached_memory_saved_without_them_says_which_defaults_it_has(tmp_pa
     model.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="today's defaults: layers=.0, 1, 2., update='delta'"):
         em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_options_of_earlier_versions_are_read_by_their_new_names(tmp_path):
+    model = small_model("elastic", memory_options={"algorithm": "direct"})
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["memory_options"] = {"road": "direct"}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert AutoConfig.from_pretrained(tmp_path).memory_options == {"algorithm": "direct"}
+
+
+def test_layers_of_a_deeper_model_are_not_those_of_this_one(tmp_path):
+    small_model("elastic", memory_layers=None).save_pretrained(tmp_path)
+    for layers in (2, 8):
+        fresh = small_model("elastic", memory_layers=None, num_hidden_layers=layers)
+        config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=layers)
+        assert config.settings().layers() == fresh.config.settings().layers()

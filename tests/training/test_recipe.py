@@ -143,3 +143,8 @@ def test_a_run_is_named_by_what_differs_and_its_hash_comes_last(tmp_path):
     assert changed.folder.name == f"smoke-elastic-learning_rate_1e-3-sampling_uniform-{changed.digest}"
     long = Run(tmp_path, load_recipe("smoke/none", [f"model.config.note={'/../' * 50}"]), "data")
     assert long.folder.parent == tmp_path and len(long.folder.name) < 120
+
+
+def test_a_misspelt_section_is_named_before_the_one_that_is_missing():
+    with pytest.raises(ValueError, match="trainig.*training"):
+        Recipe.parse({"name": "x", "model": {"memory": "none"}, "trainig": {"tokens": 1}}, "here")
