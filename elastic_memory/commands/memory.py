@@ -69,11 +69,9 @@ def read(
         ]
     else:
         threads = max(1, (os.cpu_count() or 1) // processes)
+        # Ctrl-C reaches the workers too, but is handled here.
         pool = ProcessPoolExecutor(
-            processes,
-            mp_context=get_context("spawn"),
-            initializer=signal.signal,
-            initargs=(signal.SIGINT, signal.SIG_IGN),
+            processes, get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
         )
         try:
             jobs = [pool.submit(_read, *pair, model, tokenizer, threads) for pair in targets.items()]

@@ -146,5 +146,5 @@ def test_a_run_is_named_by_what_differs_and_its_hash_comes_last(tmp_path):
 
 
 def test_a_misspelt_section_is_named_before_the_one_that_is_missing():
-    with pytest.raises(ValueError, match="trainig.*training"):
+    with pytest.raises(ValueError, match=r"trainig.*training"):
         Recipe.parse({"name": "x", "model": {"memory": "none"}, "trainig": {"tokens": 1}}, "here")
