@@ -78,3 +78,14 @@ def disturb(monkeypatch):
         monkeypatch.setattr(session, "build_model", build)
 
     return at
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A model of bytes, its tokenizer beside it."""
+    from elastic_memory.data import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    load_tokenizer("bytes").save(folder)
+    small_model(vocab_size=256, eos_token_id=None).save_pretrained(folder)
+    return folder

@@ -68,7 +68,7 @@ def demo(
     found = []
     _step(console, 1, "The memory alone: compress four signals and reconstruct them")
     found += memory_at_work(out / "results", console)
-    _step(console, 2, "Recall: two numbers are said once and asked for some blocks later")
+    _step(console, 2, "Recall: a passkey of two numbers is given, and asked for some blocks later")
     found += _recall(out, seed, console)
     _step(console, 3, f"Memory files: read {BOOKS} texts, save what the model remembers, load it, ask")
     found += _ask_files(out, seed, console)

@@ -17,15 +17,6 @@ from tests.data.conftest import byte_level, sentencepiece_like
 BOOK = "Once upon a time there was a café, and in it a cat.\n" * 40
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A model of bytes, its tokenizer beside it."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    load_tokenizer("bytes").save(folder)
-    small_model(vocab_size=256, eos_token_id=None).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def book(tmp_path):
     (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")

@@ -19,15 +19,6 @@ TEXTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A model of bytes, its tokenizer beside it."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    load_tokenizer("bytes").save(folder)
-    small_model(vocab_size=256, eos_token_id=None).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def books(tmp_path):
     for name, text in TEXTS.items():
