@@ -111,7 +111,7 @@ class Scheduler:
                 # Neighbours held the rest of the device: try again when one of them has ended.
                 self.parallel = len(self.running)
                 self.waiting.insert(0, task)
-                tell(f"{task.name} needs more memory than its neighbours leave: from now on at most {self.parallel} jobs")
+                tell(f"{task.name} needs more memory than its neighbours leave: now at most {self.parallel} jobs")
             else:
                 self.failed.append(task.name)
                 tell(f"failed {task.name} (exit {code}): {self._last_line(task)}")
