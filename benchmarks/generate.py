@@ -37,10 +37,10 @@ def seconds(call) -> float:
 
 
 def continued(model, prompt, tokens: int, captured: bool = True, **options):
-    """`generate`, which never ends early."""
+    """`generate`; it looks for an end of text, which never comes."""
     generation.DEVICES = ("cuda",) if captured else ()
-    options = {"do_sample": False} | options
-    return model.generate(prompt, min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=0, **options)
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": model.config.vocab_size} | options
+    return model.generate(prompt, max_new_tokens=tokens, **options)
 
 
 def speeds(models: dict, rows: int, arguments: argparse.Namespace) -> list[dict]:

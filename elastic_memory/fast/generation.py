@@ -6,7 +6,7 @@ is taken back.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,9 @@ from elastic_memory.streaming.cache import MemoryCache
 
 DEVICES = ("cuda",)  # where captured steps are faster
 PACKAGES = ("torch.nn.", "transformers.", "elastic_memory.")  # modules whose calls a graph may replace
+# Processors that depend on the scores alone, so that a graph can hold them.
+PURE = tuple(f"{name}LogitsWarper" for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta"))
+RECORDED: dict[Any, "_Recorded"] = {}
 ROOM = 1024  # tokens that the buffer of ids grows by, at least
 
 
@@ -75,13 +78,13 @@ def sample(
     outputs = model._prefill(ids, config, kwargs, is_first_iteration=True)
     cache, logits = outputs.past_key_values, outputs.logits[:, -1]
     del outputs
-    choose = _sampled if config.do_sample else _greedy
+    choose = _chooser(processors, config.do_sample, logits)
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
     growing, message = _Growing(ids), _Message(ids)
     with _captured(cache):
         while True:
-            chosen = choose(processors(ids, logits.to(torch.float32, copy=True)))
+            chosen = choose(ids, logits)
             if ends:
                 chosen = chosen * unfinished + config._pad_token_tensor * (1 - unfinished)
             ids = growing.append(chosen)
@@ -111,12 +114,45 @@ def sample(
     return ids
 
 
-def _greedy(scores: Float[Tensor, "row token"]) -> Int[Tensor, " row"]:
-    return scores.argmax(dim=-1)
+def _chooser(processors: Any, sampled: bool, logits: Float[Tensor, "row token"]) -> Callable[..., Int[Tensor, " row"]]:
+    """What chooses the next tokens from (ids, logits); recorded where the processors look at nothing but the scores."""
+
+    def choose(ids: Tensor | None, logits: Tensor) -> Tensor:
+        scores = processors(ids, logits.to(torch.float32, copy=True))
+        if sampled:
+            return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+        return scores.argmax(dim=-1)
+
+    if not sampled or not logits.is_cuda or not all(type(processor).__name__ in PURE for processor in processors):
+        return choose
+    settings = tuple((type(processor).__name__, repr(sorted(vars(processor).items()))) for processor in processors)
+    key = settings, logits.shape, logits.dtype, logits.device
+    recorded = RECORDED.pop(key, None) or _Recorded(choose, logits)
+    RECORDED[key] = recorded  # newest last
+    while len(RECORDED) > 4:
+        RECORDED.pop(next(iter(RECORDED)))
+    return recorded
 
 
-def _sampled(scores: Float[Tensor, "row token"]) -> Int[Tensor, " row"]:
-    return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+class _Recorded:
+    """A choice as a CUDA graph: sorting, cutting and drawing are many small kernels, which Python starts one by one."""
+
+    def __init__(self, choose: Callable[..., Tensor], logits: Float[Tensor, "row token"]):
+        self.logits, self.graph = logits.clone(), torch.cuda.CUDAGraph()
+        state, side = torch.cuda.get_rng_state(logits.device), torch.cuda.Stream(logits.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.device(logits.device):
+            with torch.cuda.stream(side):
+                choose(None, self.logits)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(self.graph, stream=side):
+                self.chosen = choose(None, self.logits)
+        torch.cuda.set_rng_state(state, logits.device)  # as if nothing had been drawn
+
+    def __call__(self, ids: Tensor, logits: Float[Tensor, "row token"]) -> Int[Tensor, " row"]:
+        self.logits.copy_(logits)
+        self.graph.replay()
+        return self.chosen
 
 
 def _step(model: Any, cache: MemoryCache, tokens: Int[Tensor, " row"]) -> Float[Tensor, "row token"]:
