@@ -108,6 +108,29 @@ class _OneGradientLayout(torch.autograd.Function):
         return gradient.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def with_scores(
+    query: Float[Tensor, "batch head query dim"],
+    key: Float[Tensor, "batch kv_head key dim"],
+    value: Float[Tensor, "batch kv_head key dim"],
+    gain: Float[Tensor, "*row head"],
+    columns: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All three with further features, by which attention adds log |gain| to the scores of the first `columns` keys.
+
+    No mask, so every kernel can do it. Heads become a multiple of 8; what attention returns has as many zeros behind.
+    """
+    dim, tokens = query.shape[-1], key.shape[2]
+    added = -(dim + 1) % 8 + 1
+    # Not zero: a gain in float16 may be, and minus infinity times zero is not a number.
+    score = gain.abs().to(torch.promote_types(gain.dtype, torch.float32)).clamp_min(1e-30).log()
+    score = (score[..., None, None] / scale).expand(*query.shape[:3], 1)
+    score = F.pad(score.to(query.dtype), (0, added - 1))
+    chosen = (torch.arange(tokens, device=key.device) < columns).to(key.dtype)[:, None]
+    chosen = F.pad(chosen, (0, added - 1)).expand(*key.shape[:3], added)
+    return torch.cat((query, score), -1), torch.cat((key, chosen), -1), F.pad(value, (0, added))
+
+
 def window_mask(queries: int, before: int, window: int, device: torch.device) -> Bool[Tensor, "query key"]:
     """Which of `before + queries` keys the last `queries` of them see: the newest `window`, itself included."""
     distance = (before + torch.arange(queries, device=device))[:, None] - torch.arange(before + queries, device=device)

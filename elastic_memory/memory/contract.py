@@ -31,6 +31,7 @@ Heads = Float[Tensor, "batch head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
 RENAMED = {"road": "algorithm"}  # options by their names of earlier versions
+SILENT = 1e-20  # the first gain of a silent memory: its scores may exceed the block's by 30 and nobody hears it
 
 
 def with_new_names(options: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -101,6 +102,9 @@ class Memory(nn.Module):
     no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
     no_join: str | None = "it does not say how"  # why the states of two parts do not give the state of the whole
     retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
+    # Weight of the memory by query head: on the exponentials of its columns, or on what `mix` adds to the block's own
+    # attention. The layer applies its absolute value. None: 1, and no parameter.
+    gain: nn.Parameter | None
     # (query, key) -> both as the layer and its memory use them, before rotary positions; None: as they are
     prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
@@ -110,6 +114,7 @@ class Memory(nn.Module):
             raise ValueError(f"detach_every={detach_every}: give a number of blocks from 1 on, or None for no cut")
         self.geometry = geometry
         self.detach_every = detach_every
+        self.register_parameter("gain", None)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
         """The empty state, float32."""
@@ -158,15 +163,34 @@ class Memory(nn.Module):
 
     @classmethod
     def build(cls, geometry: Geometry, options: dict[str, Any]) -> Self:
-        """Construct the mechanism; an option that it does not have is an error that names those it has."""
+        """Construct the mechanism; an option that it does not have is an error that names those it has.
+
+        Every mechanism has the option `silent`: a learned gain by head that starts at almost zero, so that the layer
+        computes what it would without memory until it is trained (choices.md, "silent start").
+        """
+        own = {name: value for name, value in options.items() if name != "silent"}
         known = [name for name in signature(cls.__init__).parameters if name not in ("self", "geometry")]
-        for name in options:
+        for name in own:
             if not cls.has_option(name):
-                hint = suggest(name, known)
+                hint = suggest(name, [*known, "silent"])
                 if RENAMED.get(name) in known:
                     hint = f"did you mean {RENAMED[name]!r}? It had this name in earlier versions"
                 raise ValueError(f"{cls.__name__} has no option {name!r}: {hint}")
-        return cls(geometry, **options)
+        memory = cls(geometry, **own)
+        silent = options.get("silent", False)
+        if not isinstance(silent, bool):
+            raise ValueError(f"silent={silent!r}: give True or False")
+        if silent:
+            if not memory.start(1, "meta"):
+                raise ValueError(f"silent=True: {cls.__name__} remembers nothing that could be silent")
+            memory.gain = nn.Parameter(torch.full((geometry.heads,), SILENT))
+        return memory
+
+    def initialise(self) -> None:
+        """Initialise all parameters, the gain too."""
+        self.reset()
+        if self.gain is not None:
+            nn.init.constant_(self.gain, SILENT)
 
     @classmethod
     def has_option(cls, name: str) -> bool:

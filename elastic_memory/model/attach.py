@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from elastic_memory.common.hooks import has_hooks
-from elastic_memory.memory import Geometry
+from elastic_memory.memory import MEMORIES, Geometry
 from elastic_memory.memory.contract import with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
@@ -42,13 +42,16 @@ def attach_memory(
     memory: str | None = None,
     local_attention: str | None = None,
     sampling_options: dict[str, float] | None = None,
+    silent: bool | None = None,
     **memory_options: Any,
 ) -> Any:
     """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 a memory, in place; its own weights stay where they are.
 
     Settings that are not given are those the model was saved with, if it was saved with this memory; else elastic
-    memory in blocks of 2,048. Elastic memory adds no parameters. In its first block the model computes what it did
-    before.
+    memory in blocks of 2,048. In its first block the model computes what it did before.
+
+    A new memory is `silent`: until it is trained, every block is computed as without memory. That adds one parameter
+    per head, the gain (choices.md, "silent start"). With `silent=False` memory is heard at once, without a gain.
     """
     config = model.config
     _check(model)
@@ -62,7 +65,7 @@ def attach_memory(
     saved = getattr(config, SAVED, None) or {}
     again = bool(saved) and memory in (None, saved["memory"])
     values = DEFAULTS | (_kept(saved, given) if again else {}) | given
-    values["memory_options"] = values["memory_options"] | memory_options
+    values["memory_options"] = values["memory_options"] | memory_options | _silence(silent, values, again)
     settings = _settings(model, values)
     if again and not hasattr(config, RECORD):
         warn_of_defaults(settings, model.name_or_path)
@@ -145,6 +148,20 @@ def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return saved | options | ({"sampling_options": None} if other else {})
 
 
+def _silence(silent: bool | None, values: dict[str, Any], again: bool) -> dict[str, bool]:
+    """The option `silent`, unless it is False: as given, as saved, or for any new memory."""
+    had = values["memory_options"].get("silent", False)
+    if not again:
+        kind = MEMORIES.get(values["memory"])  # an unknown name is refused later
+        silent = silent if silent is not None else kind is not None and bool(kind.info.layers(1))
+    elif silent is not None and silent != had:
+        raise ValueError(
+            f"silent={silent}: this memory was trained and saved {'with' if had else 'without'} gains; leave silent "
+            "out, or give another memory"
+        )
+    return {"silent": silent} if silent else {}
+
+
 def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
     """The settings, checked against the model's own window."""
     values = dict(values)
@@ -200,7 +217,10 @@ def _match(layers: nn.ModuleList, model: Any, memory: str) -> None:
     for layer in layers:
         like = layer.input_layernorm.weight  # projections may be quantised
         if like.is_meta and hasattr(layer.input_layernorm, "_hf_hook") and extra_parameters(layer.memory):
-            raise ValueError(f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading")
+            raise ValueError(
+                f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading, or, if gains "
+                "are its only parameters, with silent=False"
+            )
         layer.memory.to(device=like.device, dtype=like.dtype)
-        layer.memory.reset()
+        layer.memory.initialise()
         layer.train(model.training)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from elastic_memory.attention import masked, trapezoidal, used_twice, window_mask
+from elastic_memory.attention import masked, trapezoidal, used_twice, window_mask, with_scores
 from elastic_memory.common.speedups import find
 from elastic_memory.memory import Block, Host, Memory, ParallelMemory, Reading, State, SummaryTokenMemory
 from elastic_memory.memory.contract import Blocks
@@ -70,15 +70,35 @@ class MemoryAttention(nn.Module):
         visible: Bool[Tensor, "batch column"] | None = None,
     ) -> Heads:
         """Attention of a block: `key` and `value` are all its columns, those of memory in front included."""
-        return self.remember(self.attend(rotated, key, value, mask), query, rotated, reading, visible)
+        local = self.attend(rotated, key, value, mask, self.columns(reading))
+        return self.remember(local, query, rotated, reading, visible)
 
     def attend(
-        self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None = None
+        self,
+        rotated: Heads,
+        key: Heads,
+        value: Heads,
+        mask: Bool[Tensor, "*rows query key"] | None = None,
+        columns: int = 0,
     ) -> Heads:
-        """Softmax attention; without a mask the queries are the last of the keys' tokens."""
+        """Softmax attention; without a mask the queries are the last of the keys' tokens.
+
+        The first `columns` are memory's.
+        """
+        if columns and self.memory.gain is not None:
+            dim, gain = value.shape[-1], self.memory.gain
+            rotated, key, value = with_scores(rotated, key, value, gain, columns, self.scaling)
+            return self._softmax(rotated, key, value, mask)[..., :dim]
+        return self._softmax(rotated, key, value, mask)
+
+    def _softmax(self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None) -> Heads:
         if mask is None:
             return trapezoidal(rotated, key, value, self.scaling)
         return masked(rotated, key, value, mask, self.scaling)
+
+    def columns(self, reading: Reading | None) -> int:
+        """How many of a block's columns are memory's."""
+        return reading[0].shape[2] if reading and self.memory.shares_softmax else 0
 
     def remember(
         self,
@@ -91,7 +111,13 @@ class MemoryAttention(nn.Module):
         """What a memory outside the block's softmax adds to the block's own attention."""
         if not reading or self.memory.shares_softmax:
             return local
-        return self.memory.mix(local, query, rotated, reading, visible)
+        return self.weighed(local, self.memory.mix(local, query, rotated, reading, visible))
+
+    def weighed(self, local: Tensor, mixed: Tensor) -> Tensor:
+        """What a memory outside the softmax made of the block's own attention, as far as its gain says."""
+        if self.memory.gain is None:
+            return mixed
+        return (local + self.memory.gain.abs()[..., None, None] * (mixed - local)).to(mixed.dtype)
 
     def attend_blocks(
         self,
@@ -119,7 +145,8 @@ class MemoryAttention(nn.Module):
                 front = columns[0].shape[2] - window[0].shape[2]
                 mask = window_mask(size, window[0].shape[2] - size, size, rotated.device)
                 mask = torch.cat((mask.new_ones(size, front), mask), dim=1)
-            parts.append(self.attend(query, *columns, mask).unflatten(0, (-1, last - first)))
+            mixed = self.attend(query, *columns, mask, self.columns(reading))
+            parts.append(mixed.unflatten(0, (-1, last - first)))
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def probed(self, key: Heads, value: Heads) -> tuple[Heads, Heads]:
@@ -143,7 +170,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.locality = locality
-        self._holders = [part for part in memory.modules() if part._parameters]
+        self._holders = [part for part in memory.modules() if list(part.parameters(recurse=False))]
 
     @property
     def memory(self) -> Memory:
@@ -215,7 +242,8 @@ class MemoryLayer(GradientCheckpointingLayer):
             previous = rope(key.flatten(0, 1), positions).unflatten(0, key.shape[:2])
         mixed = self.self_attn.attend_blocks(rotated, rotated_key, value, [] if outside else readings, previous)
         if raw is not None:
-            mixed = self.memory.mix_all(mixed, _split_blocks(raw, size), rotated, readings)
+            remembered = self.memory.mix_all(mixed, _split_blocks(raw, size), rotated, readings)
+            mixed = self.self_attn.weighed(mixed, remembered)
         # [batch, block, head, token, dim] -> [batch, head, token, dim]
         return self.finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
 

@@ -297,7 +297,7 @@ class _Initialised(Mixed):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Memory):
-            module.reset()
+            module.initialise()
 
 
 class MemoryLlamaModel(MemoryBackbone, _Initialised, LlamaModel):

@@ -104,6 +104,8 @@ def attention(
     known = torch.cat([columns, *local], dim=1)
     groups = len(query) // len(known)
     scores = rope(query[None], positions)[0] @ known.repeat_interleave(groups, dim=0).mT * layer.self_attn.scaling
+    if layer.memory.gain is not None:
+        scores[..., : columns.shape[1]] += layer.memory.gain.abs().float().log()[:, None, None]
     earlier = known.shape[1] - columns.shape[1] - tokens
     window = size if layer.locality.sliding else earlier + tokens
     visible = window_mask(tokens, earlier, window, query.device)

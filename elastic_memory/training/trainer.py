@@ -70,14 +70,15 @@ def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Weight decay for matrices only; gates have their own learning rate."""
+    """Weight decay for matrices only; gates and gains have their own learning rate."""
     training = recipe.training
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     gates: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
-        group = gates if last.endswith("gate") else vectors if parameter.ndim < 2 or "bias" in last else matrices
+        own = last.endswith(("gate", "gain"))
+        group = gates if own else vectors if parameter.ndim < 2 or "bias" in last else matrices
         group.append(parameter)
     groups = [
         {"params": matrices, "weight_decay": training.weight_decay},
