@@ -42,6 +42,7 @@ def attach_memory(
     memory: str | None = None,
     local_attention: str | None = None,
     sampling_options: dict[str, float] | None = None,
+    window: int | None = None,
     silent: bool | None = None,
     **memory_options: Any,
 ) -> Any:
@@ -60,6 +61,7 @@ def attach_memory(
     named = {
         "memory": memory, "memory_layers": layers, "local_attention": local_attention, "memory_order": order,
         "memory_points": points, "sampling": sampling, "sampling_options": sampling_options, "block_size": block_size,
+        "window": window,
     }  # fmt: skip
     given = {name: value for name, value in named.items() if value is not None}
     saved = getattr(config, SAVED, None) or {}
@@ -142,10 +144,11 @@ def _refuse_wrapped(model: Any, function: str) -> None:
 
 
 def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The saved settings that still apply: options of one sampling do not fit another."""
+    """The saved settings that still apply: options of one sampling do not fit another, only sliding has a window."""
     other = "sampling" in given and given["sampling"] != saved["sampling"]
     options = {"memory_options": with_new_names(saved.get("memory_options")) or {}}
-    return saved | options | ({"sampling_options": None} if other else {})
+    slides = given.get("local_attention", "sliding") == "sliding"
+    return saved | options | ({"sampling_options": None} if other else {}) | ({} if slides else {"window": None})
 
 
 def _silence(silent: bool | None, values: dict[str, Any], again: bool) -> dict[str, bool]:
@@ -167,10 +170,11 @@ def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
     values = dict(values)
     settings = MemorySettings(geometry=_geometry(model.config, values.pop("block_size")), **values)
     window = getattr(model.config, "sliding_window", None)
-    if window and (settings.local_attention == "full" or settings.geometry.block_size > window):
+    if window and (settings.local_attention == "full" or settings.locality.window > window):
+        name = "block_size" if settings.window is None else "window"
         raise ValueError(
-            f"{type(model).__name__} looks back {window} tokens, which block_size={settings.geometry.block_size} with "
-            f"local_attention={settings.local_attention!r} exceeds: give a block_size up to {window}"
+            f"{type(model).__name__} looks back {window} tokens, which {name}={settings.locality.window} with "
+            f"local_attention={settings.local_attention!r} exceeds: give a {name} up to {window}"
         )
     return settings
 
