@@ -44,6 +44,8 @@ def test_attached_memories_are_silent_until_they_are_trained(case, family, local
     model, ids = attached(case, family, local_attention=local), tokens()
     if CASES[case][1].get("memory_norm") == "qk":
         pytest.skip("it changes the block's own queries and keys")
+    if local == "sliding" and any(memory.widens for memory in model.memories.values()):
+        pytest.skip("its tokens are a wider window, which a trained model can use at once")
     torch.manual_seed(0)
     without = em.attach_memory(FAMILIES[family]().eval(), memory="none", block_size=BLOCK, local_attention=local)
     torch.testing.assert_close(logits(model, ids), logits(without, ids), atol=1e-5, rtol=0)
