@@ -100,6 +100,7 @@ class Memory(nn.Module):
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history
     no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
     no_join: str | None = "it does not say how"  # why the states of two parts do not give the state of the whole
+    built_with: dict[str, Any]  # every option, given or left to its default
     retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
     # (query, key) -> both as the layer and its memory use them, before rotary positions; None: as they are
     prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
@@ -166,7 +167,9 @@ class Memory(nn.Module):
                 if RENAMED.get(name) in known:
                     hint = f"did you mean {RENAMED[name]!r}? It had this name in earlier versions"
                 raise ValueError(f"{cls.__name__} has no option {name!r}: {hint}")
-        return cls(geometry, **options)
+        memory = cls(geometry, **options)
+        memory.built_with = {name: options.get(name, signature(cls).parameters[name].default) for name in known}
+        return memory
 
     @classmethod
     def has_option(cls, name: str) -> bool:
