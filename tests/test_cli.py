@@ -1,5 +1,6 @@
 """The command line: a list of commands, help that teaches, errors of one line."""
 
+import os
 import re
 import resource
 import signal
@@ -61,13 +62,21 @@ def test_help_has_no_line_breaks_inside_a_paragraph(monkeypatch, capsys):
         assert not broken, broken
 
 
+BEGUN = "import sys; sys.stdout.write('.'); sys.stdout.flush()\n"
+
+
+@pytest.mark.parametrize("start", [["-c", BEGUN + START], ["-m", "elastic_memory.cli"]], ids=["program", "module"])
 @pytest.mark.parametrize("delay", [0.2, 0.5, 1.0, 2.0, 3.0])
-def test_ctrl_c_while_it_starts_is_no_traceback(delay, tmp_path):
+def test_ctrl_c_while_it_starts_is_no_traceback(start, delay, tmp_path):
     """Whatever is being imported: typer, torch, transformers, our own modules."""
-    begun = "import sys; sys.stdout.write('.'); sys.stdout.flush()\n"
-    words = [sys.executable, "-c", begun + START, "evaluate", "x", "--data", str(tmp_path)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.read(1)
+    (tmp_path / "sitecustomize.py").write_text(BEGUN)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = [sys.executable, *start, "evaluate", "x", "--data", str(tmp_path)]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
+    process.stdout.read(1 + (start[0] == "-c"))
+    delay += 0.3 * (start[0] == "-m")  # Python itself comes first
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
@@ -85,6 +94,14 @@ def test_models_are_registered_whatever_is_imported_first(tmp_path):
     for lines in ([ours, theirs, load], [theirs, ours, load], [command, theirs, load]):
         result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, result.stderr
+
+
+def test_as_a_module_it_starts_without_torch_too():
+    code = "import runpy, sys; sys.argv = ['-m', '--help']; sys.orig_argv = ['python', '-m', 'elastic_memory.cli']\n"
+    code += "try: runpy.run_module('elastic_memory.cli', run_name='__main__', alter_sys=True)\n"
+    code += "finally: assert 'torch' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "Usage" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
+from elastic_memory.commands.options import refuse_unused
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -42,6 +44,7 @@ def generate(
     force: Annotated[
         bool, typer.Option(help="Load a memory file made by a model of the same shape with other weights.")
     ] = False,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Continue a text of any length, in constant memory.
 
@@ -58,6 +61,12 @@ def generate(
     """
     _check_numbers(tokens, temperature, top_p)
     _check_files(prompt_file, prompt, memory, keep, tokens)
+    if not tokens:
+        refuse_unused(context, "with --tokens 0", "temperature", "top_p", "seed")
+    if not temperature:
+        refuse_unused(context, "with --temperature 0", "top_p", "seed")
+    if not memory or not memory.exists():
+        refuse_unused(context, "without a --memory that exists", "force")
     # A pipe can be read only once.
     digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None
     model, encoder = load(checkpoint, tokenizer, sampling)

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastic_memory.commands.options import check_range
+from elastic_memory.commands.options import check_range, refuse_unused
 
 if TYPE_CHECKING:
     from elastic_memory.report.tables import Table
     from elastic_memory.reproduction.experiment import Experiment
     from elastic_memory.reproduction.lab import Lab
+
+TRAINING = ("data", "reference", "minutes", "parallel", "seeds", "keep_weights")  # used by tables of trained models
 
 Out = Annotated[Path, typer.Option(help="Folder for the tables, their JSON, and one record per run.")]
 Reference = Annotated[
@@ -34,6 +36,7 @@ def reproduce(
     parallel: Annotated[int, typer.Option(help="Training processes that share one GPU.")] = 1,
     seeds: Seeds = None,
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the weights of measured models.")] = False,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Regenerate tables of the paper, with its values beside ours.
 
@@ -66,9 +69,13 @@ def reproduce(
     check_range(1, parallel=parallel, seeds=seeds)
     check_range(0, minutes=minutes)
     if len(tables) == 1 and tables[0] in INFORMATION:
+        refuse_unused(context, f"on {tables[0]}", *TRAINING, *(("tier", "out") if tables == ["list"] else ()))
         INFORMATION[tables[0]](tier, out)
         return
+    if minutes == 0:
+        refuse_unused(context, "with --minutes 0", "parallel", "keep_weights", "reference", "seeds")
     given = {"data": data, "reference": reference, "minutes": minutes, "seeds": seeds}
+    given |= {"parallel": parallel if parallel > 1 else None, "keep-weights": keep_weights or None}
     experiments = _run_untrained(tables, tier, out, given)
     succeeded = True
     if experiments:

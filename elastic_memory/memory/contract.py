@@ -103,6 +103,7 @@ class Memory(nn.Module):
     no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
     widens: int = 0  # tokens by which the layer's sliding window is wider: what the memory keeps raw, at its true place
     no_join: str | None = "it does not say how"  # why the states of two parts do not give the state of the whole
+    built_with: dict[str, Any]  # every option, given or left to its default
     retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
     # Weight of the memory by query head: on the exponentials of its columns, or on what `mix` adds to the block's own
     # attention. The layer applies its absolute value. None: 1, and no parameter.
@@ -186,6 +187,8 @@ class Memory(nn.Module):
             if not memory.start(1, "meta"):
                 raise ValueError(f"silent=True: {cls.__name__} remembers nothing that could be silent")
             memory.gain = nn.Parameter(torch.full((geometry.heads,), SILENT))
+        memory.built_with = {name: own.get(name, signature(cls).parameters[name].default) for name in known}
+        memory.built_with |= {"silent": True} if silent else {}
         return memory
 
     def initialise(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from elastic_memory.training.interrupts import unless_ignored
 from elastic_memory.training.session import tell
 
 GRACE = 60.0  # seconds to save a checkpoint
@@ -48,7 +49,7 @@ class Scheduler:
     def run(self) -> None:
         """Run until everything is done or time is up; leaves no process behind."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        ended = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        ended = [signal.SIGTERM, *unless_ignored(signal.SIGHUP, signal.SIGINT)]
         handlers = {number: signal.signal(number, _interrupt) for number in ended}
         try:
             while self.running or self.waiting:

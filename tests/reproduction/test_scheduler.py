@@ -120,6 +120,23 @@ def test_a_signal_ends_the_jobs_too(tmp_path, number):
     assert seen(tmp_path, "saved") == {"long"}
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_from_the_start_stays_ignored(tmp_path, number):
+    """nohup ignores SIGHUP; a shell ignores Ctrl-C for what it starts in the background."""
+    program = (
+        "import sys; from pathlib import Path; from tests.reproduction.test_scheduler import *\n"
+        f"signal.signal({int(number)}, signal.SIG_IGN)\n"
+        "out = Path(sys.argv[1]); Scheduler([task(out, 'short', 2)], 1, out / 'logs').run()\n"
+        f"assert signal.getsignal({int(number)}) is signal.SIG_IGN"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.DEVNULL)
+    while not seen(tmp_path, "begun"):
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(30) == 0
+    assert seen(tmp_path, "ended") == {"short"} and not seen(tmp_path, "saved")
+
+
 def test_jobs_are_a_corpus_keys_first_and_then_its_models(tmp_path):
     lab = Lab("small", tmp_path, tmp_path, reference="some/model")
     todo = to_do(lab, [experiments()["main"]], seeds=1)
