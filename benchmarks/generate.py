@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
@@ -120,7 +121,13 @@ def main() -> None:
     shape = {name: getattr(config, name) for name in LlamaConfig().to_dict() if hasattr(config, name)}
     shape = {name: value for name, value in shape.items() if name not in ("model_type", "architectures")}
     ours = em.MemoryLlamaForCausalLM(config).to(device).eval()
-    result = {"preset": arguments.preset, "agreement": agreement(ours, arguments)}
+    result = {
+        "preset": arguments.preset,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "agreement": agreement(ours, arguments),
+    }
     models = {
         "ours": ours.to(torch.bfloat16),
         "llama": LlamaForCausalLM(LlamaConfig(**shape)).to(device, torch.bfloat16).eval(),
