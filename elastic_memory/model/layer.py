@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from elastic_memory.attention import masked, trapezoidal, used_twice, window_mask, with_scores
+from elastic_memory.attention import masked, multiple_of_8, trapezoidal, used_twice, window_mask, with_features
 from elastic_memory.common.speedups import find
 from elastic_memory.memory import Block, Host, Memory, ParallelMemory, Reading, State, SummaryTokenMemory
 from elastic_memory.memory.contract import Blocks
@@ -70,8 +70,7 @@ class MemoryAttention(nn.Module):
         visible: Bool[Tensor, "batch column"] | None = None,
     ) -> Heads:
         """Attention of a block: `key` and `value` are all its columns, those of memory in front included."""
-        local = self.attend(rotated, key, value, mask, self.columns(reading))
-        return self.remember(local, query, rotated, reading, visible)
+        return self.remember(self.attend(rotated, key, value, mask, reading, query), query, rotated, reading, visible)
 
     def attend(
         self,
@@ -79,26 +78,34 @@ class MemoryAttention(nn.Module):
         key: Heads,
         value: Heads,
         mask: Bool[Tensor, "*rows query key"] | None = None,
-        columns: int = 0,
+        reading: Reading | None = None,
+        query: Heads | None = None,
     ) -> Heads:
         """Softmax attention; without a mask the queries are the last of the keys' tokens.
 
-        The first `columns` are memory's.
+        `reading`: what stands in front, if it is memory's; `query`: before rotary positions, if memory wants them so.
         """
-        if columns and self.memory.gain is not None:
-            dim, gain = value.shape[-1], self.memory.gain
-            rotated, key, value = with_scores(rotated, key, value, gain, columns, self.scaling)
-            return self._softmax(rotated, key, value, mask)[..., :dim]
-        return self._softmax(rotated, key, value, mask)
+        if not reading or not self.memory.shares_softmax or self.memory.scores_alike:
+            return self._softmax(rotated, key, value, mask)
+        columns, dim = reading[0].shape[2], value.shape[-1]
+        known, own = key[:, :, :columns], key[:, :, columns:]
+        looking, known = self.looking(rotated, query, known, reading)
+        if self.memory.raw_queries:  # [rotated, raw] meet [own, 0] and [0, known]
+            known, looking = nn.functional.pad(known, (dim, 0)), torch.cat((rotated, looking), dim=-1)
+        key = torch.cat((known, nn.functional.pad(own, (0, known.shape[-1] - dim))), dim=2)
+        looking, key, value = multiple_of_8(looking, key, value)
+        return self._softmax(looking, key, value, mask)[..., :dim]
+
+    def looking(self, rotated: Heads, query: Heads | None, known: Heads, reading: Reading) -> tuple[Tensor, Tensor]:
+        """Queries for memory's columns and their keys, whose products are scores with all that memory adds to them."""
+        asking = query if query is not None and self.memory.raw_queries else rotated
+        score = reading[2] if self.memory.adds_score else None
+        return with_features(asking, known, self.scaling, self.memory.gain, score)
 
     def _softmax(self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None) -> Heads:
         if mask is None:
             return trapezoidal(rotated, key, value, self.scaling)
         return masked(rotated, key, value, mask, self.scaling)
-
-    def columns(self, reading: Reading | None) -> int:
-        """How many of a block's columns are memory's."""
-        return reading[0].shape[2] if reading and self.memory.shares_softmax else 0
 
     def remember(
         self,
@@ -126,11 +133,12 @@ class MemoryAttention(nn.Module):
         value: Blocks,
         readings: Sequence[Reading],
         previous: Blocks | None = None,
+        raw: Blocks | None = None,
     ) -> Blocks:
         """`attend` for all blocks of a sample; blocks with as many columns in front go together.
 
         In front of a block stands its reading, and with sliding attention the block before it, whose keys at their
-        positions before this block are `previous`.
+        positions before this block are `previous`. `raw`: queries before rotary positions, if memory wants them so.
         """
         blocks, size, parts = rotated.shape[1], rotated.shape[3], []
         alone = len(readings) > 0 or previous is not None  # block 0 has less in front than the others
@@ -145,7 +153,8 @@ class MemoryAttention(nn.Module):
                 front = columns[0].shape[2] - window[0].shape[2]
                 mask = window_mask(size, window[0].shape[2] - size, size, rotated.device)
                 mask = torch.cat((mask.new_ones(size, front), mask), dim=1)
-            mixed = self.attend(query, *columns, mask, self.columns(reading))
+            asking = None if raw is None else raw[:, first:last].flatten(0, 1)
+            mixed = self.attend(query, *columns, mask, reading, asking)
             parts.append(mixed.unflatten(0, (-1, last - first)))
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
@@ -233,16 +242,17 @@ class MemoryLayer(GradientCheckpointingLayer):
         size = self.locality.span(length)
         query, key, value = heads
         outside = len(readings) > 0 and not self.memory.shares_softmax
-        query, raw = used_twice(query) if outside else (query, None)
+        query, raw = used_twice(query) if outside or self.memory.raw_queries else (query, None)
         query, key, value = (_split_blocks(x, size) for x in (query, key, value))
+        raw = None if raw is None else _split_blocks(raw, size)
         rotated, rotated_key = (rope.inside(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in (query, key))
         previous = None
         if self.locality.sliding:
             positions = torch.arange(-size, 0, device=hidden.device)
             previous = rope(key.flatten(0, 1), positions).unflatten(0, key.shape[:2])
-        mixed = self.self_attn.attend_blocks(rotated, rotated_key, value, [] if outside else readings, previous)
-        if raw is not None:
-            remembered = self.memory.mix_all(mixed, _split_blocks(raw, size), rotated, readings)
+        mixed = self.self_attn.attend_blocks(rotated, rotated_key, value, [] if outside else readings, previous, raw)
+        if outside:
+            remembered = self.memory.mix_all(mixed, raw, rotated, readings)
             mixed = self.self_attn.weighed(mixed, remembered)
         # [batch, block, head, token, dim] -> [batch, head, token, dim]
         return self.finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
