@@ -32,6 +32,7 @@ VARIANTS = {
     ],
     "infini": [dict(update="linear"), dict(memory_norm="qk"), dict(memory_norm="output"), dict(first_block="zero")],
     "melodi": [dict(first_block="zeros"), dict(silent=True)],
+    "sampled": [dict(query="raw", mass=True)],
     "recent": [dict(share=0.2)],
 }
 # Gates that start nearly closed would hide from a test what memory does.
