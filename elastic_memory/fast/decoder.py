@@ -43,12 +43,11 @@ class Decoder:
         if locality.kind == "full":
             raise ValueError("a static cache needs blocks; local_attention='full' has none")
         self.backbone, self.streams, self.size = backbone, streams, locality.block_size
-        self.window = self.size if locality.sliding else None
         self.ids = ids.clone()
         self.positions = torch.zeros_like(ids)
         self.tokens = ids.new_zeros(len(ids), self.size)
         self.rope = backbone.rope().at(torch.arange(self.size, device=ids.device))
-        self.begun = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device)
+        self.seen = torch.zeros_like(ids)
         self.counts = [torch.zeros_like(ids) for _ in self.streams]
         self.remembered = [self._remembered(stream) for stream in self.streams]
         self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
@@ -93,13 +92,14 @@ class Decoder:
             memory, before = stream.memory_columns, stream.front - stream.memory_columns
             if "rope" not in shared:
                 shared["rope"] = tuple(table[0][self.positions] for table in self.rope)
-            if (memory, before) not in shared:
+            kind = memory, before, stream.window_size
+            if kind not in shared:
                 local = torch.arange(-before, reach, device=self.ids.device)
                 remembered = self.remembered[index][:, :memory]
-                visible = column_mask(self.positions, local, remembered, self.begun, self.window)
+                visible = column_mask(self.positions, local, remembered, self.seen, stream.window_size)
                 mask = torch.zeros_like(visible, dtype=hidden.dtype).masked_fill_(~visible, -torch.inf)
-                shared[memory, before] = self.positions + stream.front, mask
-            columns, mask = shared[memory, before]
+                shared[kind] = self.positions + stream.front, mask
+            columns, mask = shared[kind]
             outside = None if stream.memory.shares_softmax else self.remembered[index]
             hidden = _decode_layer(
                 layer, hidden, shared["rope"], self.positions, columns, self.buffers[index], mask, self.readings[index],
@@ -118,8 +118,10 @@ class Decoder:
         attention, mlp, norm, second = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         weights = (getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj"))
         qkv = kernels.project(hidden, norm.weight, norm.variance_epsilon, *weights)
-        rows, memory = (self.positions, self.counts[index], self.begun), stream.memory_columns
-        parts = kernels.attend(qkv, self.rope, rows, buffers, stream.front, memory, attention.scaling)
+        rows, window = (self.positions, self.counts[index], self.seen), stream.window_size or self.size
+        parts = kernels.attend(
+            qkv, self.rope, rows, buffers, stream.front, stream.memory_columns, window, attention.scaling
+        )
         hidden = kernels.merge(*parts, attention.o_proj.weight, hidden)
         inner = kernels.expand(hidden, second.weight, second.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight)
         hidden = kernels.contract(inner, mlp.down_proj.weight, hidden)
@@ -149,7 +151,7 @@ class Decoder:
         """Copy what a cache holds into the buffers, and let its layers hold the buffers; the one for its `tokens`."""
         self.streams = streams
         self.positions.copy_(torch.tensor(opened)[:, None])
-        self.begun.copy_(torch.tensor(seen)[:, None] > 0)
+        self.seen.copy_(torch.tensor(seen)[:, None])
         for index, stream in enumerate(streams):
             stream.move(self.buffers[index])
             self.counts[index].copy_(torch.tensor(stream.counts)[:, None])

@@ -52,6 +52,7 @@ class Geometry:
     initializer_range: float = 0.02
     scale: float | None = None  # of attention scores; None: 1 / sqrt(head_dim)
     features: int | None = None  # of a head that are not padding (`pad_heads`); None: all
+    sliding: bool = False  # whether tokens see the newest tokens wherever blocks end
 
 
 class Host(NamedTuple):
@@ -102,6 +103,7 @@ class Memory(nn.Module):
     reads_start: bool = False  # block 0 reads the empty state
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history
     no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
+    widens: int = 0  # tokens by which the layer's sliding window is wider: what the memory keeps raw, at its true place
     no_join: str | None = "it does not say how"  # why the states of two parts do not give the state of the whole
     retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
     # Weight of the memory by query head: on the exponentials of its columns, or on what `mix` adds to the block's own
@@ -184,7 +186,7 @@ class Memory(nn.Module):
             raise ValueError(f"silent={silent!r}: give True or False")
         if silent:
             if not memory.start(1, "meta"):
-                raise ValueError(f"silent=True: {cls.__name__} remembers nothing that could be silent")
+                raise ValueError(f"silent=True: {cls.__name__} has no state here, so nothing could be silent")
             memory.gain = nn.Parameter(torch.full((geometry.heads,), SILENT))
         return memory
 

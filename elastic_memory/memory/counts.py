@@ -16,6 +16,8 @@ class Floats(NamedTuple):
 def state_floats(memory: Memory) -> Floats:
     """Size of the state per row."""
     parts = [part.numel() for part in memory.start(1, "meta")]
+    if memory.widens:  # raw keys and values, which the layer keeps in its window
+        parts += [memory.widens * memory.geometry.kv_heads * memory.geometry.head_dim] * 2
     return Floats(sum(parts), memory.info.paper_floats(*parts))
 
 

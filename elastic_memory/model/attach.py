@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 
-from elastic_memory.memory import MEMORIES, Geometry
+from elastic_memory.memory import Geometry
 from elastic_memory.memory.contract import with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
@@ -42,6 +42,7 @@ def attach_memory(
     memory: str | None = None,
     local_attention: str | None = None,
     sampling_options: dict[str, float] | None = None,
+    window: int | None = None,
     silent: bool | None = None,
     **memory_options: Any,
 ) -> Any:
@@ -60,13 +61,17 @@ def attach_memory(
     named = {
         "memory": memory, "memory_layers": layers, "local_attention": local_attention, "memory_order": order,
         "memory_points": points, "sampling": sampling, "sampling_options": sampling_options, "block_size": block_size,
+        "window": window,
     }  # fmt: skip
     given = {name: value for name, value in named.items() if value is not None}
     saved = getattr(config, SAVED, None) or {}
     again = bool(saved) and memory in (None, saved["memory"])
     values = DEFAULTS | (_kept(saved, given) if again else {}) | given
-    values["memory_options"] = values["memory_options"] | memory_options | _silence(silent, values, again)
+    values["memory_options"] = values["memory_options"] | memory_options
     settings = _settings(model, values)
+    if _silent(silent, settings, again):
+        values["memory_options"]["silent"] = True
+        settings = _settings(model, values)
     if again and not hasattr(config, RECORD):
         warn_of_defaults(settings, model.name_or_path)
     elif again:
@@ -142,24 +147,25 @@ def _refuse_wrapped(model: Any, function: str) -> None:
 
 
 def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The saved settings that still apply: options of one sampling do not fit another."""
+    """The saved settings that still apply: options of one sampling do not fit another, only sliding has a window."""
     other = "sampling" in given and given["sampling"] != saved["sampling"]
     options = {"memory_options": with_new_names(saved.get("memory_options")) or {}}
-    return saved | options | ({"sampling_options": None} if other else {})
+    slides = given.get("local_attention", "sliding") == "sliding"
+    return saved | options | ({"sampling_options": None} if other else {}) | ({} if slides else {"window": None})
 
 
-def _silence(silent: bool | None, values: dict[str, Any], again: bool) -> dict[str, bool]:
-    """The option `silent`, unless it is False: as given, as saved, or for any new memory."""
-    had = values["memory_options"].get("silent", False)
-    if not again:
-        kind = MEMORIES.get(values["memory"])  # an unknown name is refused later
-        silent = silent if silent is not None else kind is not None and bool(kind.info.layers(1))
-    elif silent is not None and silent != had:
+def _silent(silent: bool | None, settings: MemorySettings, again: bool) -> bool:
+    """Whether the memory starts silent: as given, as saved, or if it is new and can."""
+    had = bool(settings.memory_options.get("silent"))
+    if again and silent not in (None, had):
         raise ValueError(
             f"silent={silent}: this memory was trained and saved {'with' if had else 'without'} gains; leave silent "
             "out, or give another memory"
         )
-    return {"silent": silent} if silent else {}
+    if again or silent is not None:
+        return had or bool(silent)
+    with torch.device("meta"):
+        return any(settings.memory_at(layer).start(1, "meta") for layer in settings.layers())
 
 
 def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
@@ -167,10 +173,11 @@ def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
     values = dict(values)
     settings = MemorySettings(geometry=_geometry(model.config, values.pop("block_size")), **values)
     window = getattr(model.config, "sliding_window", None)
-    if window and (settings.local_attention == "full" or settings.geometry.block_size > window):
+    if window and (settings.local_attention == "full" or settings.locality.window > window):
+        name = "block_size" if settings.window is None else "window"
         raise ValueError(
-            f"{type(model).__name__} looks back {window} tokens, which block_size={settings.geometry.block_size} with "
-            f"local_attention={settings.local_attention!r} exceeds: give a block_size up to {window}"
+            f"{type(model).__name__} looks back {window} tokens, which {name}={settings.locality.window} with "
+            f"local_attention={settings.local_attention!r} exceeds: give a {name} up to {window}"
         )
     return settings
 

@@ -132,7 +132,9 @@ class MemoryCausalLM(Mixed):
     def memories(self) -> dict[int, Memory]:
         """The memories by layer index, layers without one left out."""
         return {
-            index: layer.memory for index, layer in enumerate(self.base_model.layers) if layer.memory.start(1, "meta")
+            index: layer.memory
+            for index, layer in enumerate(self.base_model.layers)
+            if layer.memory.start(1, "meta") or layer.memory.widens
         }
 
     def set_retrieval(self, **changes: Any) -> None:

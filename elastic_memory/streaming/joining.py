@@ -50,6 +50,8 @@ def check_joinable(model: Any, approximate: bool = False) -> None:
     """Refuse a model whose memories cannot be joined, or only approximately."""
     if model.base_model.layers[0].locality.kind == "full":
         raise ValueError("full attention keeps every token instead of a memory: there is nothing to join")
+    if model.base_model.layers[0].locality.lag:
+        raise ValueError("a window of several blocks holds tokens that no memory holds yet: give window=block_size")
     for memory in model.memories.values():
         if memory.no_join:
             raise ValueError(f"{type(memory).__name__} cannot join: {memory.no_join}")

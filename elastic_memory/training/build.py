@@ -68,7 +68,8 @@ def flops_per_token(config: Any, length: int) -> float:
     width = config.num_attention_heads * config.head_dim
     layer = 4 * config.hidden_size * width + 3 * config.hidden_size * config.intermediate_size
     matrices = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
-    keys = {"block": config.block_size / 2, "sliding": config.block_size, "full": length / 2}[config.local_attention]
+    window = config.window or config.block_size
+    keys = {"block": config.block_size / 2, "sliding": window, "full": length / 2}[config.local_attention]
     return 6 * matrices + 12 * config.num_hidden_layers * keys * width
 
 

@@ -108,7 +108,8 @@ def test_attention_is_what_the_layer_computes(memory, options, local, monkeypatc
         all_values = torch.cat([*parts, own], dim=1).repeat_interleave(len(weights) // len(own), dim=0)
         output = (weights @ all_values).transpose(0, 1).flatten(1)
         torch.testing.assert_close(output, mixed[index], atol=1e-5, rtol=1e-4)
-        before[index] = own
+        if local == "sliding":
+            before[index] = torch.cat((before.get(index, own[:, :0]), own), dim=1)[:, -layer.window :]
         return weights
 
     monkeypatch.setattr(attention_view, "attention", checked)
