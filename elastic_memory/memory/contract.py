@@ -98,6 +98,8 @@ class Memory(nn.Module):
 
     info: ClassVar[MemoryInfo] = MemoryInfo()
     shares_softmax: bool = False  # the reading is (key, value): further columns in the block's own softmax
+    adds_score: bool = False  # the reading is (key, value, score): [batch, 1, column, 1], added to attention's scores
+    raw_queries: bool = False  # its columns meet queries before rotary positions
     reads_start: bool = False  # block 0 reads the empty state
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history
     no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
@@ -185,7 +187,7 @@ class Memory(nn.Module):
             raise ValueError(f"silent={silent!r}: give True or False")
         if silent:
             if not memory.start(1, "meta"):
-                raise ValueError(f"silent=True: {cls.__name__} remembers nothing that could be silent")
+                raise ValueError(f"silent=True: {cls.__name__} has no state here, so nothing could be silent")
             memory.gain = nn.Parameter(torch.full((geometry.heads,), SILENT))
         memory.built_with = {name: own.get(name, signature(cls).parameters[name].default) for name in known}
         memory.built_with |= {"silent": True} if silent else {}
@@ -201,6 +203,11 @@ class Memory(nn.Module):
     def has_option(cls, name: str) -> bool:
         """Whether the mechanism takes this argument."""
         return name in signature(cls.__init__).parameters
+
+    @property
+    def scores_alike(self) -> bool:
+        """Whether its columns in the block's softmax are scored as the block's own."""
+        return self.gain is None and not self.adds_score and not self.raw_queries
 
     def cut(self, state: State, block: int) -> State:
         """The state that enters block number `block`, detached where `detach_every` says so."""

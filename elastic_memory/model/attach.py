@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from elastic_memory.common.hooks import has_hooks
-from elastic_memory.memory import MEMORIES, Geometry
+from elastic_memory.memory import Geometry
 from elastic_memory.memory.contract import with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
@@ -67,8 +67,11 @@ def attach_memory(
     saved = getattr(config, SAVED, None) or {}
     again = bool(saved) and memory in (None, saved["memory"])
     values = DEFAULTS | (_kept(saved, given) if again else {}) | given
-    values["memory_options"] = values["memory_options"] | memory_options | _silence(silent, values, again)
+    values["memory_options"] = values["memory_options"] | memory_options
     settings = _settings(model, values)
+    if _silent(silent, settings, again):
+        values["memory_options"]["silent"] = True
+        settings = _settings(model, values)
     if again and not hasattr(config, RECORD):
         warn_of_defaults(settings, model.name_or_path)
     elif again:
@@ -151,18 +154,18 @@ def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return saved | options | ({"sampling_options": None} if other else {}) | ({} if slides else {"window": None})
 
 
-def _silence(silent: bool | None, values: dict[str, Any], again: bool) -> dict[str, bool]:
-    """The option `silent`, unless it is False: as given, as saved, or for any new memory."""
-    had = values["memory_options"].get("silent", False)
-    if not again:
-        kind = MEMORIES.get(values["memory"])  # an unknown name is refused later
-        silent = silent if silent is not None else kind is not None and bool(kind.info.layers(1))
-    elif silent is not None and silent != had:
+def _silent(silent: bool | None, settings: MemorySettings, again: bool) -> bool:
+    """Whether the memory starts silent: as given, as saved, or if it is new and can."""
+    had = bool(settings.memory_options.get("silent"))
+    if again and silent not in (None, had):
         raise ValueError(
             f"silent={silent}: this memory was trained and saved {'with' if had else 'without'} gains; leave silent "
             "out, or give another memory"
         )
-    return {"silent": silent} if silent else {}
+    if again or silent is not None:
+        return had or bool(silent)
+    with torch.device("meta"):
+        return any(settings.memory_at(layer).start(1, "meta") for layer in settings.layers())
 
 
 def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:

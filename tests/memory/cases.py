@@ -16,7 +16,14 @@ BLOCK = SMALL["block_size"]
 
 # Options beyond the defaults that change what is computed. A mechanism that is not named here is tested as it is.
 VARIANTS = {
-    "elastic": [dict(algorithm="direct"), dict(algorithm="recurrent"), dict(silent=True)],
+    "elastic": [
+        dict(algorithm="direct"),
+        dict(algorithm="recurrent"),
+        dict(silent=True),
+        dict(mass=True, algorithm="direct"),
+        dict(query="raw"),
+        dict(query="raw", mass=True, silent=True),
+    ],
     "memorizing": [
         dict(combine="joint", positions="full"),
         dict(combine="joint", positions="query"),
@@ -25,6 +32,7 @@ VARIANTS = {
     ],
     "infini": [dict(update="linear"), dict(memory_norm="qk"), dict(memory_norm="output"), dict(first_block="zero")],
     "melodi": [dict(first_block="zeros"), dict(silent=True)],
+    "sampled": [dict(query="raw", mass=True)],
     "recent": [dict(share=0.2)],
 }
 # Gates that start nearly closed would hide from a test what memory does.

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import elastic_memory as em
-from elastic_memory.attention import masked, with_scores
-from elastic_memory.memory import MEMORIES
+from elastic_memory.attention import with_features
+from elastic_memory.memory import MEMORIES, Geometry, Memory
 from elastic_memory.memory.contract import SILENT
 from elastic_memory.memory.counts import gates
+from elastic_memory.model.layer import MemoryAttention
 from elastic_memory.report.attention_view import views
 from elastic_memory.streaming.fingerprint import fingerprint
 from elastic_memory.training.trainer import parameter_groups
@@ -42,10 +43,8 @@ def test_attached_memories_are_silent_until_they_are_trained(case, family, local
     if local == "sliding" and memory_of(small(case)).no_sliding:
         pytest.skip("undefined")
     model, ids = attached(case, family, local_attention=local), tokens()
-    if CASES[case][1].get("memory_norm") == "qk":
-        pytest.skip("it changes the block's own queries and keys")
-    if local == "sliding" and any(memory.widens for memory in model.memories.values()):
-        pytest.skip("its tokens are a wider window, which a trained model can use at once")
+    if CASES[case][1].get("memory_norm") == "qk" or memory_of(model).widens:
+        pytest.skip("it changes what the block does without memory")
     torch.manual_seed(0)
     without = em.attach_memory(FAMILIES[family]().eval(), memory="none", block_size=BLOCK, local_attention=local)
     torch.testing.assert_close(logits(model, ids), logits(without, ids), atol=1e-5, rtol=0)
@@ -106,33 +105,51 @@ def test_a_static_cache_hears_it_too(case):
     torch.testing.assert_close(torch.cat(decoded, dim=1), logits(model, ids), **CLOSE)
 
 
+class Columns(Memory):
+    """Only says how its columns are scored."""
+
+    shares_softmax = True
+
+
 @given(
-    dim=st.integers(1, 20), queries=st.integers(1, 9), columns=st.integers(1, 9), rows=st.booleans(),
-    low=st.booleans(),
+    dim=st.integers(1, 20), queries=st.integers(1, 9), columns=st.integers(1, 9), kind=st.sampled_from("ghrs"),
+    rows=st.booleans(), causal=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=30)
-def test_scores_are_added_to_the_columns_of_memory(dim, queries, columns, rows, low):
-    """Against an explicit mask of numbers in float64, gradients too."""
+@settings(max_examples=40)
+def test_scores_are_as_if_they_were_written_out(dim, queries, columns, kind, rows, causal):
+    """Against explicit scores in float64, gradients too: with gain, half precision, raw queries, added scores."""
     generator = torch.Generator().manual_seed(dim)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    tensors = [draw(2, 4, queries, dim), draw(2, 2, queries + columns, dim), draw(2, 2, queries + columns, dim)]
-    tensors = [x.requires_grad_() for x in (*tensors, draw(2, 4) if rows else draw(4))]
-    query, key, value, gain = tensors
-    shape = (2 if rows else 1, 4, queries, queries + columns)
-    mask = torch.full(shape[2:], -torch.inf, dtype=torch.float64).triu(1 + columns)
-    memory = (torch.arange(queries + columns) < columns).double()
-    exact = masked(query, key, value, mask + (gain.abs().log()[..., None, None] * memory).expand(shape), 0.3)
-    wide = with_scores(query, key, value, gain, columns, 0.3)
-    assert all(x.shape[-1] % 8 == 0 for x in wide)
-    found = masked(*wide, mask > -1, 0.3)
-    assert not found[..., dim:].any()
-    torch.testing.assert_close(found[..., :dim], exact)
-    weight = draw(2, 4, queries, dim)
-    ours, theirs = (torch.autograd.grad((x[..., :dim] * weight).sum(), tensors) for x in (found, exact))
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()  # noqa: E731
+    rotated, raw, key, value = draw(2, 4, queries, dim), draw(2, 4, queries, dim), *draw(2, 2, 2, 18, dim)
+    key, value = (x[:, :, : queries + columns] for x in (key, value))
+    gain, score = draw(2, 4) if rows else draw(4), draw(2, 1, columns, 1)
+    memory = Columns(Geometry(8, 4, 2, dim, 1, 8))
+    memory.gain = torch.nn.Parameter(gain) if kind != "s" else None
+    memory.raw_queries, memory.adds_score = kind == "r", kind in "rs"
+    host = torch.nn.Module()
+    host.head_dim, host.scaling = dim, 0.3
+    attention = MemoryAttention(host, memory)
+    visible = torch.ones(queries, queries + columns, dtype=torch.bool).tril(columns)
+    reading = (key[:, :, :columns], value[:, :, :columns], score)
+    found = attention.attend(rotated, key, value, None if causal else visible, reading, raw)
+
+    known, own = key.repeat_interleave(2, dim=1).split((columns, queries), dim=2)
+    remembered = (raw if kind == "r" else rotated) @ known.mT * 0.3
+    if memory.adds_score:
+        remembered = remembered + score.mT
+    if memory.gain is not None:
+        remembered = remembered + memory.gain.abs().log()[..., None, None]
+    scores = torch.cat((remembered, rotated @ own.mT * 0.3), dim=3).masked_fill(~visible, -torch.inf)
+    exact = scores.softmax(-1) @ value.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(found, exact)
+    weight = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
+    inputs = [rotated, key, value, *([memory.gain] if memory.gain is not None else [])]
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), inputs, retain_graph=True) for x in (found, exact))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
-    if low:
-        assert with_scores(*(x.half() for x in tensors[:3]), gain.half() * 0, columns, 0.3)[0].isfinite().all()
+    if kind == "h":
+        nothing = with_features(rotated.half(), key.half(), 0.3, torch.zeros(4).half())[0]
+        assert nothing.isfinite().all(), "a gain that float16 rounds to zero"
 
 
 # -- saved and loaded --------------------------------------------------------------------------------------------------
@@ -199,7 +216,7 @@ def test_the_explorer_shows_what_is_heard():
 
 def test_bad_input():
     for call, message in [
-        (lambda: fresh("none", memory_options={"silent": True}), "remembers nothing"),
+        (lambda: fresh("none", memory_options={"silent": True}), "nothing could be silent"),
         (lambda: fresh("elastic", memory_options={"silent": "yes"}), "give True or False"),
         (lambda: fresh("elastic", memory_options={"silen": True}), "did you mean 'silent'"),
     ]:

@@ -17,16 +17,30 @@ def layer(layer, x, memory):
         else:
             read = hippo.basis(bank.order, bank.sample_points(start)) @ hippo.projection(bank.order, 0, start)
             keys, values = read @ all_keys[:, :start], read @ all_values[:, :start]
-            mixed = both(layer, memory, query, (keys, values), (key, value))
+            mass = tokens_of(bank.sample_points(start).tolist(), start) if memory.adds_score else None
+            mixed = both(layer, memory, query, (keys, values), (key, value), mass)
         outputs.append(layer.finish(block, mixed))
     return torch.cat(outputs)
 
 
-def both(layer, memory, query, remembered, own):
-    """One softmax over memory and block; the scores of memory are raised by log |gain|."""
+def tokens_of(places, seen):
+    """How many of `seen` tokens each cell covers, or each point is the nearest to."""
+    if isinstance(places[0], list):
+        widths = [right - left for left, right in places]
+    else:
+        befores = [max((other for other in places if other < place), default=-place) for place in places]
+        afters = [min((other for other in places if other > place), default=2 - place) for place in places]
+        widths = [(after - before) / 2 for before, after in zip(befores, afters, strict=True)]
+    return torch.tensor(widths, dtype=torch.float64) * seen
+
+
+def both(layer, memory, query, remembered, own, mass=None):
+    """One softmax over memory and block; the scores of memory are raised by log |gain| and by log mass."""
     here, root = range(query.shape[1]), query.shape[-1] ** 0.5
     rotated = layer.rope(query, here)
-    scores = rotated @ remembered[0].mT / root
+    scores = (query if memory.raw_queries else rotated) @ remembered[0].mT / root
+    if mass is not None:
+        scores = scores + mass.log()
     if memory.gain is not None:
         scores = scores + memory.gain.abs().log()[:, None, None]
     inside = rotated @ layer.rope(own[0], here).mT / root
