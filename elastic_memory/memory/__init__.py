@@ -13,6 +13,7 @@ from elastic_memory.memory.contract import (
 )
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.infini import InfiniMemory
+from elastic_memory.memory.means import MeansMemory
 from elastic_memory.memory.melodi import MelodiMemory
 from elastic_memory.memory.memorizing import MemorizingMemory
 from elastic_memory.memory.none import NoMemory
@@ -27,6 +28,7 @@ MEMORIES: dict[str, type[Memory]] = {
     "melodi": MelodiMemory,
     "sampled": SampledMemory,
     "recent": RecentMemory,
+    "means": MeansMemory,
 }
 
 __all__ = [

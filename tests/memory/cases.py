@@ -26,6 +26,7 @@ VARIANTS = {
     "infini": [dict(update="linear"), dict(memory_norm="qk"), dict(memory_norm="output"), dict(first_block="zero")],
     "melodi": [dict(first_block="zeros")],
     "recent": [dict(share=0.2)],
+    "means": [dict(sinks=0)],
 }
 # Gates that start nearly closed would hide from a test what memory does.
 OPEN = {"infini": dict(first_gate=0.0)}
