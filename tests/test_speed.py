@@ -25,6 +25,7 @@ WORK = {
     "sampled": (1502, 1330, 387),
     "recent": (1512, 1742, 387),
     "means": (1521, 2481, 387),
+    "clock": (1527, 1524, 387),
 }
 MORE = 1.05, 1.15, 1.15  # releases of torch count a few operations differently
 SLOWER = 0.95

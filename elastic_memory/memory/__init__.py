@@ -1,5 +1,6 @@
 """One mechanism per file. A mechanism listed in MEMORIES is trained, streamed, tested, counted and tabulated."""
 
+from elastic_memory.memory.clock import ClockMemory
 from elastic_memory.memory.contract import (
     Block,
     Geometry,
@@ -29,6 +30,7 @@ MEMORIES: dict[str, type[Memory]] = {
     "sampled": SampledMemory,
     "recent": RecentMemory,
     "means": MeansMemory,
+    "clock": ClockMemory,
 }
 
 __all__ = [

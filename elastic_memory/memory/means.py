@@ -83,8 +83,8 @@ class MeansMemory(ParallelMemory):
             nearest = _similarity(key, slots.key[:, :, self.sinks :]).argmax(-1) + self.sinks
             added = nearest[:, :, None] == torch.arange(used + opened, device=key.device)[:, None]
             # One product instead of sums by index, which a GPU adds in no fixed order.
-            sums = (part + added.float() @ (gate * x) for part, x in zip(slots[:2], (key, value), strict=True))
-            slots = Slots(*sums, slots.length)
+            add = added.float() * gate.mT
+            slots = Slots(slots.key + add @ key, slots.value + add @ value, slots.length)
         return Slots(*(F.pad(part, (0, 0, 0, self.order - used - opened)) for part in slots))
 
     def _gate(self, key: Float[Tensor, "batch kv_head token dim"]) -> Float[Tensor, "batch kv_head token 1"]:

@@ -27,6 +27,7 @@ VARIANTS = {
     "melodi": [dict(first_block="zeros")],
     "recent": [dict(share=0.2)],
     "means": [dict(sinks=0)],
+    "clock": [dict(shortest=3, longest=14)],
 }
 # Gates that start nearly closed would hide from a test what memory does.
 OPEN = {"infini": dict(first_gate=0.0)}

@@ -279,6 +279,7 @@ def test_what_is_only_approximate_must_be_asked_for(case, overrides, says):
         ("melodi", {}, "each summary"),
         ("sampled", {}, "which tokens"),
         ("means", {}, "which slot"),
+        ("clock", {}, "first tokens"),
         ("none", dict(local_attention="full"), "full attention keeps every token"),
     ],
 )
