@@ -12,6 +12,7 @@ from elastic_memory.memory.contract import (
     State,
     SummaryTokenMemory,
 )
+from elastic_memory.memory.dyadic import DyadicMemory
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.infini import InfiniMemory
 from elastic_memory.memory.means import MeansMemory
@@ -31,6 +32,7 @@ MEMORIES: dict[str, type[Memory]] = {
     "recent": RecentMemory,
     "means": MeansMemory,
     "clock": ClockMemory,
+    "dyadic": DyadicMemory,
 }
 
 __all__ = [

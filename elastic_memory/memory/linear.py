@@ -90,7 +90,8 @@ class LinearMemory(ElasticMemory):
 
     def states(self, plan: Plan, signal: Float[Tensor, "head token feature"]) -> list[Tensor]:
         """The states that enter blocks 1, 2, ... of a sample."""
-        size, states = static(self.geometry.block_size), list[Tensor]()
+        states: list[Tensor] = []
+        size = static(self.geometry.block_size)
         for index, (transition, projection) in enumerate(zip(plan.transitions, plan.projections, strict=True)):
             state = projection @ signal[:, index * size : (index + 1) * size]
             if states:

@@ -23,7 +23,9 @@ BASE = 97_707_600
 
 
 @pytest.mark.parametrize("multiple", MULTIPLES)
-@pytest.mark.parametrize(("memory", "added"), [("elastic", 0), ("memorizing", 8), ("recent", 0), ("clock", 0)])
+@pytest.mark.parametrize(
+    ("memory", "added"), [("elastic", 0), ("memorizing", 8), ("recent", 0), ("clock", 0), ("dyadic", 0)]
+)
 def test_one_layer_with_540_tokens_or_coefficients(memory, added, multiple):
     floats = 777_600 * multiple
     assert totals(memory, multiple) == ([8], floats, floats, added, BASE + added)
@@ -51,7 +53,9 @@ def test_infini_and_none():
 
 
 @pytest.mark.parametrize(("size", "floats"), [("200m", 1_166_400), ("400m", 1_555_200)])
-@pytest.mark.parametrize("memory", ["elastic", "memorizing", "infini", "melodi", "sampled", "recent", "means", "clock"])
+@pytest.mark.parametrize(
+    "memory", ["elastic", "memorizing", "infini", "melodi", "sampled", "recent", "means", "clock", "dyadic"]
+)
 def test_all_have_the_same_memory_at_every_size(memory, size, floats):
     assert totals(memory, size=size)[1] == floats
 
