@@ -27,6 +27,7 @@ WORK = {
     "means": (1521, 2481, 387),
     "clock": (1527, 1524, 387),
     "dyadic": (1514, 1544, 387),
+    "outliers": (1517, 1774, 387),
 }
 MORE = 1.05, 1.15, 1.15  # releases of torch count a few operations differently
 SLOWER = 0.95

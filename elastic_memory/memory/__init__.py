@@ -19,6 +19,7 @@ from elastic_memory.memory.means import MeansMemory
 from elastic_memory.memory.melodi import MelodiMemory
 from elastic_memory.memory.memorizing import MemorizingMemory
 from elastic_memory.memory.none import NoMemory
+from elastic_memory.memory.outliers import OutliersMemory
 from elastic_memory.memory.recent import RecentMemory
 from elastic_memory.memory.sampled import SampledMemory
 
@@ -33,6 +34,7 @@ MEMORIES: dict[str, type[Memory]] = {
     "means": MeansMemory,
     "clock": ClockMemory,
     "dyadic": DyadicMemory,
+    "outliers": OutliersMemory,
 }
 
 __all__ = [

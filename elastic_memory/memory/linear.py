@@ -1,6 +1,6 @@
 """Elastic memory over other operators: its state is linear in the tokens, whatever part of the history each row is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -83,21 +83,26 @@ class LinearMemory(ElasticMemory):
         # [2, batch, head, token, dim] -> [head, token, feature]
         signal = torch.stack((key, value)).permute(2, 3, 0, 1, 4)
         with torch.autocast(key.device.type, enabled=False):
-            states = self.states(plan, signal.flatten(2).to(dtype))
-            readings = [reader @ state for reader, state in zip(plan.readers, states, strict=True)]
+            entering = states(plan, signal.flatten(2).to(dtype), size, self.cut)
+            readings = [reader @ state for reader, state in zip(plan.readers, entering, strict=True)]
         shape = signal.shape[2:]
         return [tuple(one.to(key.dtype).unflatten(2, shape).permute(2, 3, 0, 1, 4).unbind(0)) for one in readings]
 
-    def states(self, plan: Plan, signal: Float[Tensor, "head token feature"]) -> list[Tensor]:
-        """The states that enter blocks 1, 2, ... of a sample."""
-        states: list[Tensor] = []
-        size = static(self.geometry.block_size)
-        for index, (transition, projection) in enumerate(zip(plan.transitions, plan.projections, strict=True)):
-            state = projection @ signal[:, index * size : (index + 1) * size]
-            if states:
-                state = transition @ states[-1] + state
-            states += self.cut((state,), index + 1)
-        return states
+
+def states(
+    plan: Plan,
+    signal: Float[Tensor, "head token feature"],
+    size: int,
+    cut: Callable[[State, int], State] = lambda state, block: state,
+) -> list[Tensor]:
+    """The states that enter blocks 1, 2, ... of a sample, as `cut` leaves them."""
+    found: list[Tensor] = []
+    for index, (transition, projection) in enumerate(zip(plan.transitions, plan.projections, strict=True)):
+        state = projection @ signal[:, index * size : (index + 1) * size]
+        if found:
+            state = transition @ found[-1] + state
+        found += cut((state,), index + 1)
+    return found
 
 
 # A constant of the compiled graph: building operators is float64 work that must not be traced.

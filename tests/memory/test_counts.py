@@ -42,6 +42,11 @@ def test_means_carries_two_lengths_of_each_slot_besides(multiple):
 
 
 @pytest.mark.parametrize("multiple", MULTIPLES)
+def test_outliers_carries_the_novelty_of_each_raw_token_besides(multiple):
+    assert totals("outliers", multiple) == ([8], 777_600 * multiple, 779_760 * multiple, 0, BASE)
+
+
+@pytest.mark.parametrize("multiple", MULTIPLES)
 def test_melodi(multiple):
     added = MELODI[multiple]
     assert totals("melodi", multiple) == (list(range(12)), 777_600 * multiple, 388_800 * multiple, added, BASE + added)
@@ -54,7 +59,7 @@ def test_infini_and_none():
 
 @pytest.mark.parametrize(("size", "floats"), [("200m", 1_166_400), ("400m", 1_555_200)])
 @pytest.mark.parametrize(
-    "memory", ["elastic", "memorizing", "infini", "melodi", "sampled", "recent", "means", "clock", "dyadic"]
+    "memory", ["elastic", "memorizing", "infini", "melodi", "sampled", "recent", "means", "clock", "dyadic", "outliers"]
 )
 def test_all_have_the_same_memory_at_every_size(memory, size, floats):
     assert totals(memory, size=size)[1] == floats
