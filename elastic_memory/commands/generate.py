@@ -125,8 +125,7 @@ def load(checkpoint: str, tokenizer: str | None, sampling: str | None = None) ->
     model = load_model(checkpoint)
     if not isinstance(model, MemoryCausalLM):
         raise ValueError(
-            f"{checkpoint} is a {type(model).__name__} without memory: attach one with em.attach_memory(model), then "
-            "model.save_pretrained(FOLDER)"
+            f"{checkpoint} is a {type(model).__name__} without memory: give it one with elastic attach {checkpoint}"
         )
     encoder = load_tokenizer(tokenizer) if tokenizer else tokenizer_of(checkpoint)
     if encoder is None:
