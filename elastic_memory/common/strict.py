@@ -99,8 +99,9 @@ def parse_json(text: str, source: str) -> Any:
         raise ValueError(f"{constant} is not JSON")
 
     def finite(number: str) -> float:
-        value = float(number)
-        return value if math.isfinite(value) else refuse(number)  # type: ignore[return-value]
+        if not math.isfinite(float(number)):
+            refuse(number)
+        return float(number)
 
     def short(number: str) -> int:
         if len(number) > MAX_DIGITS:
