@@ -49,7 +49,6 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Elastic Memory: a fixed-size memory for Llama. `elastic COMMAND --help` explains each command.",
 )

@@ -104,6 +104,21 @@ def test_as_a_module_it_starts_without_torch_too():
     assert result.returncode == 0 and "Usage" in result.stdout, result.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("elastic e", {"evaluate", "explore"}),
+        ("elastic evaluate --corr", {"--corrupt", "--corrupt-layers"}),
+        ("elastic memory j", {"join"}),
+    ],
+)
+def test_a_shell_completes_commands_and_options_without_torch(line, offered):
+    start = f"import sys; sys.argv[0] = 'elastic'\ntry:\n from elastic_command import main; main()\nfinally: assert 'torch' not in sys.modules"
+    asked = {"_ELASTIC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    result = subprocess.run([sys.executable, "-c", start], env=os.environ | asked, capture_output=True, text=True)
+    assert set(result.stdout.split()) == offered, result.stderr
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_explains_itself(name, monkeypatch, capsys):
     code, shown, _ = call(monkeypatch, capsys, name, "--help")
