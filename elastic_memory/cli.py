@@ -23,6 +23,7 @@ COMMANDS = {
     "report": "Make one self-contained HTML page of results, with charts.",
     "explore": "The memory microscope: a page that shows what a memory keeps.",
     "bench": "Time every memory, as ratios to the model without memory.",
+    "doctor": "Show versions, devices and fast paths, and what makes this machine slow.",
     "selfcheck": "Check on this machine that fast and plain computation agree.",
 }
 
