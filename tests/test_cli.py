@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from elastic_memory import cli
 from tests.conftest import small_model
@@ -104,11 +106,42 @@ def test_as_a_module_it_starts_without_torch_too():
     assert result.returncode == 0 and "Usage" in result.stdout, result.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("elastic e", {"evaluate", "explore"}),
+        ("elastic evaluate --corr", {"--corrupt", "--corrupt-layers"}),
+        ("elastic memory j", {"join"}),
+    ],
+)
+def test_a_shell_completes_commands_and_options_without_torch(line, offered):
+    start = "import sys; sys.argv[0] = 'elastic'\ntry:\n from elastic_command import main; main()\n"
+    start += "finally: assert 'torch' not in sys.modules"
+    asked = {"_ELASTIC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    result = subprocess.run([sys.executable, "-c", start], env=os.environ | asked, capture_output=True, text=True)
+    assert set(result.stdout.split()) == offered, result.stderr
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_explains_itself(name, monkeypatch, capsys):
     code, shown, _ = call(monkeypatch, capsys, name, "--help")
     assert code == 0
     assert shown.count(f"elastic {name}") > 1, "beside its usage line, the help holds an example"
+
+
+def test_the_doctor_knows_versions_machine_and_fast_paths(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
+    code, shown, _ = call(monkeypatch, capsys, "doctor")
+    assert code == 0
+    for word in (torch.__version__, transformers.__version__, "Triton kernels", "models run on", "machine is busy"):
+        assert word in shown, word
+    assert ("they need a GPU" in shown) == ("Without a GPU" in shown) == (not torch.cuda.is_available())
+
+
+def test_without_the_fast_folder_the_doctor_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("elastic_memory.common.speedups.find", lambda name: None)
+    assert "the folder elastic_memory/fast was left out" in call(monkeypatch, capsys, "doctor")[1]
 
 
 def test_a_wrong_word_is_one_line_and_exit_code_2():

@@ -37,7 +37,7 @@ CASES = [
     ("evaluate model --data rows --corrupt-layers all", "--corrupt-layers has no effect without --corrupt"),
     ("evaluate model --metric recall --limit 3", "--limit has no effect without --data"),
     ("evaluate model --metric recall --batch-size 2", "--batch-size has no effect without --metric ppl"),
-    ("generate model --prompt a --tokens 0 --seed 1", "--seed has no effect with --tokens 0"),
+    ("generate model --prompt a --temperature 0 --seed 1", "--seed has no effect with --temperature 0"),
     ("generate model --prompt a --temperature 0 --top-p 0.5", "--top-p has no effect with --temperature 0"),
     ("generate model --prompt a --force", "--force has no effect without a --memory"),
     ("reproduce list --tier small", "--tier has no effect on list"),

@@ -61,8 +61,6 @@ def generate(
     """
     _check_numbers(tokens, temperature, top_p)
     _check_files(prompt_file, prompt, memory, keep, tokens)
-    if not tokens:
-        refuse_unused(context, "with --tokens 0", "temperature", "top_p", "seed")
     if not temperature:
         refuse_unused(context, "with --temperature 0", "top_p", "seed")
     if not memory or not memory.exists():

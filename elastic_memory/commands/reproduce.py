@@ -61,21 +61,14 @@ def reproduce(
 
         elastic reproduce claims --tier small
     """
-    from elastic_memory.common.names import suggest
-    from elastic_memory.reproduction.tiers import TIERS
-
-    if tier not in TIERS:
-        raise ValueError(f"tier {tier!r}: {suggest(tier, TIERS)}")
     check_range(1, parallel=parallel, seeds=seeds)
     check_range(0, minutes=minutes)
+    _check(context, tables, tier, minutes)
     if len(tables) == 1 and tables[0] in INFORMATION:
-        refuse_unused(context, f"on {tables[0]}", *TRAINING, *(("tier", "out") if tables == ["list"] else ()))
         INFORMATION[tables[0]](tier, out)
         return
-    if minutes == 0:
-        refuse_unused(context, "with --minutes 0", "parallel", "keep_weights", "reference", "seeds")
-    given = {"data": data, "reference": reference, "minutes": minutes, "seeds": seeds}
-    given |= {"parallel": parallel if parallel > 1 else None, "keep-weights": keep_weights or None}
+    given = {"data": data, "reference": reference, "minutes": minutes, "seeds": seeds, "keep-weights": keep_weights}
+    given["parallel"] = parallel if parallel > 1 else None
     experiments = _run_untrained(tables, tier, out, given)
     succeeded = True
     if experiments:
@@ -90,6 +83,19 @@ def reproduce(
         raise typer.Exit(1)
 
 
+def _check(context: typer.Context, tables: list[str], tier: str, minutes: float | None) -> None:
+    """Refuse an unknown tier, and options that would have no effect."""
+    from elastic_memory.common.names import suggest
+    from elastic_memory.reproduction.tiers import TIERS
+
+    if tier not in TIERS:
+        raise ValueError(f"tier {tier!r}: {suggest(tier, TIERS)}")
+    if len(tables) == 1 and tables[0] in INFORMATION:
+        refuse_unused(context, f"on {tables[0]}", *TRAINING, *(("tier", "out") if tables == ["list"] else ()))
+    elif minutes == 0:
+        refuse_unused(context, "with --minutes 0", "parallel", "keep_weights", "seeds")
+
+
 def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any]) -> "list[Experiment]":
     """Make the tables that need no trained models, and return the others."""
     from elastic_memory.reproduction.tables import load
@@ -97,7 +103,7 @@ def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any
     modules = {name: load(name) for name in dict.fromkeys(tables)}
     for name, module in modules.items():
         if not hasattr(module, "EXPERIMENT"):
-            for option in (option for option, value in given.items() if value is not None):
+            for option in (option for option, value in given.items() if value not in (None, False)):
                 raise ValueError(f"table {name!r} does not use --{option}: leave it out")
             _print(module.run(tier, out))
     return [module.EXPERIMENT for module in modules.values() if hasattr(module, "EXPERIMENT")]
