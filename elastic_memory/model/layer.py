@@ -112,10 +112,10 @@ class MemoryAttention(nn.Module):
         alone = int(len(readings) > 0) if window is None else -(-window // size)
         for first, last, reading in group_by_size(blocks, readings, alone):
             query, *own = (x[:, first:last].flatten(0, 1) for x in (rotated, key, value))
-            mask = None
+            own, mask = self.probed(*own), None
             if before is not None and first > 0:
                 own = [torch.cat(pair, dim=2) for pair in zip(before(first, last), own, strict=True)]
-            columns = self.prepend(reading, *self.probed(*own))
+            columns = self.prepend(reading, *own)
             if window is not None:
                 front = columns[0].shape[2] - own[0].shape[2]
                 mask = window_mask(size, own[0].shape[2] - size, window, rotated.device)
