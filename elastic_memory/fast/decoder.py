@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from elastic_memory.attention import rotate
+from elastic_memory.attention import column_mask, rotate
 from elastic_memory.fast.kernels import triton_runs_on
 from elastic_memory.memory import Reading
 from elastic_memory.memory.contract import Heads
 from elastic_memory.shapes import Bool, Float, Int, Tensor
-from elastic_memory.streaming.layer_cache import LayerCache, column_mask
+from elastic_memory.streaming.layer_cache import LayerCache
 
 # With a mask, a step reads a multiple of so many columns of the block: reading the empty rest of a block would double
 # the traffic. One graph for each multiple.
