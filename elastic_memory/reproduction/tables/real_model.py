@@ -27,15 +27,15 @@ PLANS = {
 # All with sliding attention over the same window. At equal order they hold the same number of floats, but for gates.
 DESIGNS: dict[str, dict[str, Any]] = {
     BASE: {"memory": "none"},
-    "wider window": {"memory": "memorizing", "combine": "joint", "positions": "full"},
-    "elastic, exponential": {"memory": "elastic", "sampling": "exponential"},
     "elastic, cells": {"memory": "elastic", "sampling": "geometric_cells"},
+    "wider window": {"memory": "memorizing", "combine": "joint", "positions": "full"},
     "key-value means": {"memory": "means"},
     "clock per head": {"memory": "clock"},
     "dyadic bank": {"memory": "dyadic"},
     "outliers": {"memory": "outliers"},
     "elastic, cells, mass": {"memory": "elastic", "sampling": "geometric_cells", "mass": True},
     "elastic, cells, raw queries": {"memory": "elastic", "sampling": "geometric_cells", "query": "raw"},
+    "elastic, exponential": {"memory": "elastic", "sampling": "exponential"},
     "elastic, uniform": {"memory": "elastic", "sampling": "uniform"},
     "infini": {"memory": "infini"},
     "memorizing, gated": {"memory": "memorizing"},
