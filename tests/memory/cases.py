@@ -23,6 +23,7 @@ VARIANTS = {
         dict(mass=True, algorithm="direct"),
         dict(query="raw"),
         dict(query="raw", mass=True, silent=True),
+        dict(length=True),
     ],
     "memorizing": [
         dict(combine="joint", positions="full"),
