@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from elastic_memory.attention import masked, trapezoidal, used_twice, window_mask
+from elastic_memory.attention import masked, multiple_of_8, trapezoidal, used_twice, window_mask, with_features
 from elastic_memory.common.speedups import find
 from elastic_memory.memory import Block, Host, Memory, ParallelMemory, Reading, State, SummaryTokenMemory
 from elastic_memory.memory.contract import Blocks
@@ -71,12 +71,39 @@ class MemoryAttention(nn.Module):
         visible: Bool[Tensor, "batch column"] | None = None,
     ) -> Heads:
         """Attention of a block: `key` and `value` are all its columns, those of memory in front included."""
-        return self.remember(self.attend(rotated, key, value, mask), query, rotated, reading, visible)
+        return self.remember(self.attend(rotated, key, value, mask, reading, query), query, rotated, reading, visible)
 
     def attend(
-        self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None = None
+        self,
+        rotated: Heads,
+        key: Heads,
+        value: Heads,
+        mask: Bool[Tensor, "*rows query key"] | None = None,
+        reading: Reading | None = None,
+        query: Heads | None = None,
     ) -> Heads:
-        """Softmax attention; without a mask the queries are the last of the keys' tokens."""
+        """Softmax attention; without a mask the queries are the last of the keys' tokens.
+
+        `reading`: what stands in front, if it is memory's; `query`: before rotary positions, if memory wants them so.
+        """
+        if not reading or not self.memory.shares_softmax or self.memory.scores_alike:
+            return self._softmax(rotated, key, value, mask)
+        columns, dim = reading[0].shape[2], value.shape[-1]
+        known, own = key[:, :, :columns], key[:, :, columns:]
+        looking, known = self.looking(rotated, query, known, reading)
+        if self.memory.raw_queries:  # [rotated, raw] meet [own, 0] and [0, known]
+            known, looking = nn.functional.pad(known, (dim, 0)), torch.cat((rotated, looking), dim=-1)
+        key = torch.cat((known, nn.functional.pad(own, (0, known.shape[-1] - dim))), dim=2)
+        looking, key, value = multiple_of_8(looking, key, value)
+        return self._softmax(looking, key, value, mask)[..., :dim]
+
+    def looking(self, rotated: Heads, query: Heads | None, known: Heads, reading: Reading) -> tuple[Tensor, Tensor]:
+        """Queries for memory's columns and their keys, whose products are scores with all that memory adds to them."""
+        asking = query if query is not None and self.memory.raw_queries else rotated
+        score = reading[2] if self.memory.adds_score else None
+        return with_features(asking, known, self.scaling, self.memory.gain, score)
+
+    def _softmax(self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None) -> Heads:
         if mask is None:
             return trapezoidal(rotated, key, value, self.scaling)
         return masked(rotated, key, value, mask, self.scaling)
@@ -92,7 +119,13 @@ class MemoryAttention(nn.Module):
         """What a memory outside the block's softmax adds to the block's own attention."""
         if not reading or self.memory.shares_softmax:
             return local
-        return self.memory.mix(local, query, rotated, reading, visible)
+        return self.weighed(local, self.memory.mix(local, query, rotated, reading, visible))
+
+    def weighed(self, local: Tensor, mixed: Tensor) -> Tensor:
+        """What a memory outside the softmax made of the block's own attention, as far as its gain says."""
+        if self.memory.gain is None:
+            return mixed
+        return (local + self.memory.gain.abs()[..., None, None] * (mixed - local)).to(mixed.dtype)
 
     def attend_blocks(
         self,
@@ -102,11 +135,13 @@ class MemoryAttention(nn.Module):
         readings: Sequence[Reading],
         window: int | None = None,
         before: Callable[[int, int], tuple[Heads, Heads]] | None = None,
+        raw: Blocks | None = None,
     ) -> Blocks:
         """`attend` for all blocks of a sample; blocks with as many columns in front go together.
 
         In front of a block stands its reading, and with sliding attention the tokens of a `window` before it:
-        `before(first, last)` returns their keys, at their positions, and values for some blocks.
+        `before(first, last)` returns their keys, at their positions, and values for some blocks. `raw`: queries before
+        rotary positions, if memory wants them so.
         """
         blocks, size, parts = rotated.shape[1], rotated.shape[3], []
         alone = int(len(readings) > 0) if window is None else -(-window // size)
@@ -120,11 +155,20 @@ class MemoryAttention(nn.Module):
                 front = columns[0].shape[2] - own[0].shape[2]
                 mask = window_mask(size, own[0].shape[2] - size, window, rotated.device)
                 mask = torch.cat((mask.new_ones(size, front), mask), dim=1)
-            parts.append(self.attend(query, *columns, mask).unflatten(0, (-1, last - first)))
+            asking = None if raw is None else raw[:, first:last].flatten(0, 1)
+            mixed = self.attend(query, *columns, mask, reading, asking)
+            parts.append(mixed.unflatten(0, (-1, last - first)))
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def slide_blocks(
-        self, query: Heads, key: Heads, value: Heads, rotated: Blocks, readings: Sequence[Reading], window: int
+        self,
+        query: Heads,
+        key: Heads,
+        value: Heads,
+        rotated: Blocks,
+        readings: Sequence[Reading],
+        window: int,
+        raw: Blocks | None = None,
     ) -> Blocks:
         """`attend_blocks` under sliding attention without masks: the window in one softmax part, memory in another.
 
@@ -134,8 +178,11 @@ class MemoryAttention(nn.Module):
         parts = []
         for first, last, reading in group_by_size(blocks, readings, alone=0):
             if reading:
-                known, held = (part.to(value.dtype) for part in reading)
-                parts.append((rotated[:, first:last].flatten(0, 1), known, held))
+                known, held = (part.to(value.dtype) for part in reading[:2])
+                asking, unrotated = (x if x is None else x[:, first:last].flatten(0, 1) for x in (rotated, raw))
+                if not self.memory.scores_alike:
+                    asking, known = self.looking(asking, unrotated, known, reading)
+                parts.append((asking, known, held))
         return _split_blocks(windows.attend(query, key, value, window, self.scaling, parts), size)
 
     def probed(self, key: Heads, value: Heads) -> tuple[Heads, Heads]:
@@ -160,7 +207,7 @@ class MemoryLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.locality = locality
         self.window = locality.window + memory.widens if locality.sliding else None  # tokens that a token sees
-        self._holders = [part for part in memory.modules() if part._parameters]
+        self._holders = [part for part in memory.modules() if list(part.parameters(recurse=False))]
 
     @property
     def memory(self) -> Memory:
@@ -234,19 +281,21 @@ class MemoryLayer(GradientCheckpointingLayer):
         size = self.locality.span(length)
         query, key, value = heads
         outside = len(readings) > 0 and not self.memory.shares_softmax
-        query, raw = used_twice(query) if outside else (query, None)
+        query, raw = used_twice(query) if outside or self.memory.raw_queries else (query, None)
         query, key, value = (_split_blocks(x, size) for x in (query, key, value))
+        raw = None if raw is None else _split_blocks(raw, size)
         joining = [] if outside else readings
         if self.window is not None and self._slides_fast(query, key):
             rotated = _inside(rope, query) if len(readings) > 0 else query  # only memory is read from inside a block
             whole = rope.inside(_join_blocks(query)), rope.inside(_join_blocks(key)), _join_blocks(value)
-            mixed = self.self_attn.slide_blocks(*whole, rotated, joining, self.window)
+            mixed = self.self_attn.slide_blocks(*whole, rotated, joining, self.window, raw)
         else:
             rotated, rotated_key = _inside(rope, query), _inside(rope, key)
             before = None if self.window is None else partial(self.before, rope, key, value)
-            mixed = self.self_attn.attend_blocks(rotated, rotated_key, value, joining, self.window, before)
-        if raw is not None:
-            mixed = self.memory.mix_all(mixed, _split_blocks(raw, size), rotated, readings)
+            mixed = self.self_attn.attend_blocks(rotated, rotated_key, value, joining, self.window, before, raw)
+        if outside:
+            remembered = self.memory.mix_all(mixed, raw, rotated, readings)
+            mixed = self.self_attn.weighed(mixed, remembered)
         # [batch, block, head, token, dim] -> [batch, head, token, dim]
         return self.finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
 

@@ -123,8 +123,8 @@ class LayerCache:
         tail = None if block.output is None else layer.tail(block.output)
         if tail is not None:
             columns = self.block_columns(rows, size)
-            had = self.reading if self.counts[rows[0]] else None
-            reading = had and tuple(part[rows] for part in had)
+            count = self.counts[rows[0]]
+            reading = tuple(part[rows][:, :, :count] for part in self.reading) if count and self.reading else None
             block = block._replace(tail=layer.behind(tail, rope, columns, reading, size))
         window, leaving = (None, block) if self.window_size is None else self._slid(rows, block, seen, rope)
         self._write(rows, leaving, seen - self.lag, layer.host(rope), window)
