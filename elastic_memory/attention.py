@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from elastic_memory.common.speedups import find
-from elastic_memory.shapes import Bool, Float, Tensor
+from elastic_memory.shapes import Bool, Float, Int, Tensor
 
 fast = find("attention")
 
@@ -138,6 +138,22 @@ def window_mask(queries: int, before: int, window: int, device: torch.device) ->
     """Which of `before + queries` keys the last `queries` of them see: the newest `window`, itself included."""
     distance = (before + torch.arange(queries, device=device))[:, None] - torch.arange(before + queries, device=device)
     return (distance >= 0) & (distance < window)
+
+
+def column_mask(
+    positions: Int[Tensor, "row token"],
+    local: Int[Tensor, " column"],
+    remembered: Bool[Tensor, "row memory"],
+    seen: Int[Tensor, "row 1"],
+    window: int | None,
+) -> Bool[Tensor, "row 1 token all"]:
+    """Which columns each token sees. `local`: positions in the open block and before it, where there are `seen`."""
+    query = positions[:, :, None]
+    visible = (local <= query) & (local >= -seen[:, :, None])
+    if window is not None:
+        visible = visible & (query - local < window)
+    front = remembered[:, None].expand(-1, positions.shape[1], -1)
+    return torch.cat((front, visible), dim=2).unsqueeze(1)
 
 
 def used_twice(x: Float[Tensor, "batch head token dim"]) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,22 @@ def test_decoding_times_the_plain_step(tmp_path):
     ]  # fmt: skip
 
 
+def test_generate_times_all_ways_and_compares_their_tokens(tmp_path):
+    out = tmp_path / "generate.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "generate.py"), "--prompt", "70", "--tokens", "8", "--rounds"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, "1", "--long", "3000", "--out", str(out)],
+        capture_output=True,
+        timeout=300,
+        env=environment,
+        check=True,
+    )
+    record = json.loads(out.read_text())
+    assert [run["tokens_per_s"] > 0 for run in record["runs"]] == [True] * 4 and record["reading"]["tokens_per_s"] > 0
+    assert set(record["agreement"].values()) == {1.0}  # without a GPU both are the plain path
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_joining_compares_two_ways_of_reading(processes, tmp_path):
     out = tmp_path / "joining.json"

@@ -3,7 +3,8 @@
 A sample is read in blocks. Before a block, `read` turns the state left by all earlier blocks into a *reading*, which
 the block's queries use; after it, `write` adds the block to the state. State and reading are values, tuples of tensors
 whose first axis is the row of the batch: passed in, returned, never kept on `self`. Block 0 has no reading, unless the
-mechanism `reads_start`.
+mechanism `reads_start`. With a sliding window of several blocks, memory holds only what leaves it: reading and writing
+then lag behind, and `seen` counts the tokens in memory.
 
 A mechanism is one subclass in one file: `start`, `read`, `write`, and `mix` if its reading is not attended with the
 block (`shares_softmax`). It never sees masks, padding or positions in the sample: rows that are at different tokens,
@@ -58,7 +59,8 @@ class Geometry:
 class Host(NamedTuple):
     """What a memory may ask of the layer it lives in."""
 
-    rope: Callable[[Tensor, Tensor], Tensor]  # (x [batch, head, token, dim], positions [token]) -> x rotated
+    # (x [batch, head, token, dim], positions [token]) -> x rotated; 0 is the position behind the last token in memory
+    rope: Callable[[Tensor, Tensor], Tensor]
     project: Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens of the residual stream -> raw keys, values
 
 
@@ -105,6 +107,7 @@ class Memory(nn.Module):
     no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
     widens: int = 0  # tokens by which the layer's sliding window is wider: what the memory keeps raw, at its true place
     no_join: str | None = "it does not say how"  # why the states of two parts do not give the state of the whole
+    built_with: dict[str, Any]  # every option, given or left to its default
     retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
     # Weight of the memory by query head: on the exponentials of its columns, or on what `mix` adds to the block's own
     # attention. The layer applies its absolute value. None: 1, and no parameter.
@@ -188,6 +191,8 @@ class Memory(nn.Module):
             if not memory.start(1, "meta"):
                 raise ValueError(f"silent=True: {cls.__name__} has no state here, so nothing could be silent")
             memory.gain = nn.Parameter(torch.full((geometry.heads,), SILENT))
+        memory.built_with = {name: own.get(name, signature(cls).parameters[name].default) for name in known}
+        memory.built_with |= {"silent": True} if silent else {}
         return memory
 
     def initialise(self) -> None:

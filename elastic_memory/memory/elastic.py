@@ -36,7 +36,7 @@ class ElasticMemory(ParallelMemory):
         phrase="the history as a polynomial, read at chosen points",
     )
     shares_softmax = True
-    no_join = None
+    no_join: str | None = None
 
     def __init__(
         self,

@@ -9,16 +9,19 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 
+from elastic_memory.common.hooks import has_hooks
 from elastic_memory.memory import Geometry
 from elastic_memory.memory.contract import with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import BLOCK_SIZE, MEMORY, MemorySettings, refuse_dropout
 from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
-from elastic_memory.model.hooks import has_hooks
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Decoders whose layers consist of PARTS and nothing else (tests/model/test_families.py).
+FAMILIES = ("arcee", "gemma", "jais2", "llama", "mistral", "qwen2", "qwen3")
+PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json
 # The class that FSDP wraps as a layer; tensor and pipeline plans do not hold with a memory.
 WRAPPED = {"_no_split_modules": ["MemoryLayer"], "supports_tp_plan": False, "supports_pp_plan": False}
@@ -46,7 +49,7 @@ def attach_memory(
     silent: bool | None = None,
     **memory_options: Any,
 ) -> Any:
-    """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 a memory, in place; its own weights stay where they are.
+    """Give a pretrained Llama or another of FAMILIES a memory, in place; its own weights stay where they are.
 
     Settings that are not given are those the model was saved with, if it was saved with this memory; else elastic
     memory in blocks of 2,048. In its first block the model computes what it did before.
@@ -135,10 +138,32 @@ def _check(model: Any) -> None:
         raise ValueError(f"{type(model).__name__}: memory can be attached to causal LMs of {', '.join(FAMILIES)}")
     refuse_dropout(model.config)
     refuse_spread(model)
+    _refuse_other_parts(model)
     for index, layer in enumerate(model.model.layers):
         for name, part in ((f"layers.{index}", layer), (f"layers.{index}.self_attn", layer.self_attn)):
             if has_hooks(part):
                 raise ValueError(f"{name} has hooks, which its replacement would not have: remove them, and hook again")
+
+
+def _refuse_other_parts(model: Any) -> None:
+    """Refuse what a memory layer would leave out, silently: further parts, partial rotary positions, other scales."""
+    found = []
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        found += [name for name, _ in layer.named_children() if name not in PARTS]
+        found += [f"self_attn.{name}" for name, _ in attention.named_children() if name not in ATTENTION_PARTS]
+        if abs(attention.scaling * attention.head_dim**0.5 - 1) > 1e-6:
+            found.append(f"attention scores scaled by {attention.scaling}")
+    rotated, size = 2 * len(model.model.rotary_emb.inv_freq), model.model.layers[0].self_attn.head_dim
+    if rotated != size:
+        found.append(f"rotary positions of {rotated} of {size} features")
+    if getattr(model.config, "use_bidirectional_attention", False):
+        found.append("bidirectional attention")
+    if found:
+        raise ValueError(
+            f"{type(model).__name__} has {', '.join(sorted(set(found)))}: memory can be attached to layers of "
+            "q_proj, k_proj, v_proj, o_proj, norms and an MLP, with plain rotary positions"
+        )
 
 
 def _refuse_wrapped(model: Any, function: str) -> None:

@@ -147,10 +147,10 @@ class MemoryAttention(nn.Module):
         alone = int(len(readings) > 0) if window is None else -(-window // size)
         for first, last, reading in group_by_size(blocks, readings, alone):
             query, *own = (x[:, first:last].flatten(0, 1) for x in (rotated, key, value))
-            mask = None
+            own, mask = self.probed(*own), None
             if before is not None and first > 0:
                 own = [torch.cat(pair, dim=2) for pair in zip(before(first, last), own, strict=True)]
-            columns = self.prepend(reading, *self.probed(*own))
+            columns = self.prepend(reading, *own)
             if window is not None:
                 front = columns[0].shape[2] - own[0].shape[2]
                 mask = window_mask(size, own[0].shape[2] - size, window, rotated.device)
@@ -284,13 +284,13 @@ class MemoryLayer(GradientCheckpointingLayer):
         query, raw = used_twice(query) if outside or self.memory.raw_queries else (query, None)
         query, key, value = (_split_blocks(x, size) for x in (query, key, value))
         raw = None if raw is None else _split_blocks(raw, size)
-        rotated, rotated_key = (rope.inside(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in (query, key))
         joining = [] if outside else readings
         if self.window is not None and self._slides_fast(query, key):
-            whole_query, whole_key, whole_value = (_join_blocks(x) for x in (query, key, value))
-            whole = rope.inside(whole_query), rope.inside(whole_key), whole_value
+            rotated = _inside(rope, query) if len(readings) > 0 else query  # only memory is read from inside a block
+            whole = rope.inside(_join_blocks(query)), rope.inside(_join_blocks(key)), _join_blocks(value)
             mixed = self.self_attn.slide_blocks(*whole, rotated, joining, self.window, raw)
         else:
+            rotated, rotated_key = _inside(rope, query), _inside(rope, key)
             before = None if self.window is None else partial(self.before, rope, key, value)
             mixed = self.self_attn.attend_blocks(rotated, rotated_key, value, joining, self.window, before, raw)
         if outside:
@@ -376,6 +376,11 @@ def _split_blocks(x: Heads, size: int) -> Blocks:
     if short:
         x = nn.functional.pad(x, (0, 0, 0, 0, 0, short))
     return x.unflatten(1, (-1, size)).transpose(2, 3)
+
+
+def _inside(rope: Rope, x: Blocks) -> Blocks:
+    """At positions inside each block."""
+    return rope.inside(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
 def _join_blocks(x: Blocks) -> Heads:

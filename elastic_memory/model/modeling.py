@@ -194,6 +194,26 @@ class MemoryCausalLM(Mixed):
                     return super().generate(inputs, *args, **kwargs)
         return super().generate(inputs, *args, **kwargs)
 
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Greedy decoding and sampling as in transformers; on a GPU by captured steps."""
+        fast = find("generation")
+        if fast is not None and fast.serves(self, generation_config, synced_gpus, kwargs.get("past_key_values")):
+            return fast.sample(
+                self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, kwargs
+            )
+        return super()._sample(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs
+        )
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
     ) -> None:

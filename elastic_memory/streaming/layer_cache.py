@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.attention import rotate
+from elastic_memory.attention import column_mask, rotate
 from elastic_memory.memory import Block, Host, Memory, Reading, State, SummaryTokenMemory
 from elastic_memory.shapes import Bool, Int, Tensor
 
@@ -364,22 +364,6 @@ class LayerCache:
     def tensors(self) -> list[Tensor]:
         """All tensors it holds."""
         return [*self.state, *(self.reading or ()), *(self.window or ()), *self.open.values()]
-
-
-def column_mask(
-    positions: Int[Tensor, "row token"],
-    local: Int[Tensor, " column"],
-    remembered: Bool[Tensor, "row memory"],
-    seen: Int[Tensor, "row 1"],
-    window: int | None,
-) -> Bool[Tensor, "row 1 token all"]:
-    """Which columns each token sees. `local`: positions in the open block and before it, where there are `seen`."""
-    query = positions[:, :, None]
-    visible = (local <= query) & (local >= -seen[:, :, None])
-    if window is not None:
-        visible = visible & (query - local < window)
-    front = remembered[:, None].expand(-1, positions.shape[1], -1)
-    return torch.cat((front, visible), dim=2).unsqueeze(1)
 
 
 def _put(old: Tensor, rows: list[int], new: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from elastic_memory.shapes import Tensor
-from elastic_memory.streaming.fingerprint import settings, weights_hash
+from elastic_memory.streaming.fingerprint import IN_EFFECT, given, settings, weights_hash
 from elastic_memory.streaming.texts import Part
 
 if TYPE_CHECKING:
@@ -231,7 +231,10 @@ def _check_owner(path: Path, header: dict[str, Any], model: Any, force: bool) ->
     if force:
         return
     there, here = header.get("settings"), settings(model)
-    if isinstance(there, dict):  # other releases of transformers may have more settings
+    if isinstance(there, dict):
+        if not any(name.startswith(IN_EFFECT) for name in there):  # a file of an earlier version
+            here = given(model)
+        # other releases of transformers may have more settings
         here = {name: value for name, value in here.items() if name in there}
     differences = _differences(there, here)
     if not differences and header.get("weights") == weights_hash(model):

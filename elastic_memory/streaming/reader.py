@@ -97,6 +97,9 @@ class Reader(Cache):
             return [self._decode(backbone, ids)]
         self.mark()
         self.decoding = False
+        if ids is not None and rows is None and keep and not every and columns - keep > 2 * self.block_size:
+            source = ids = ids[:, self.read_ahead(ids[:, :-keep]) :]
+            columns = source.shape[1]
         lengths = rows.lengths if rows else [columns] * batch
         outputs = _Outputs(backbone, source, lengths, mask, keep, every)
         aligned = rows.align(source) if rows else source
@@ -173,13 +176,17 @@ class Reader(Cache):
             self.refresh()
             if self._close_full(backbone, [True] * len(ids)):
                 self.mark(anew=True)  # the decoder overwrites the blocks that were just closed
-            self.decoder = decoders.fitting(self.decoder, backbone, self.streams, ids)
+            self.decoder = decoders.fitting(self, backbone, ids)
             self.tokens = self.decoder.take(self.streams, self.seen, self.opened, self.tokens)
             self.decoding = True
         hidden = self.decoder(ids, max(self.opened))  # type: ignore[misc]
         self.opened = [opened + 1 for opened in self.opened]
         self.columns += 1
         return hidden
+
+    def read_ahead(self, ids: Int[Tensor, "batch token"]) -> int:
+        """Read the first of `ids`, whose hidden states nobody asked for, at once; how many columns that were."""
+        raise NotImplementedError
 
     # -- clocks --------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MistralConfig, MistralForCausalLM
 
 import elastic_memory as em
 from tests.memory.cases import CASES, DEFAULTS, fresh, logits, memory_of, small, tokens, with_weights_of
@@ -148,6 +149,37 @@ def test_no_token_is_lost_between_window_and_memory(case):
 def test_what_has_no_meaning_is_refused(case, options, message):
     with pytest.raises(ValueError, match=message):
         fresh(case, **options)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_streaming_and_one_call_are_probed_alike(blocks):
+    """`corrupt` disturbs the block itself, not the window before it."""
+    model, ids = sliding_model("elastic", blocks), tokens()
+    clean = logits(model, ids)
+    for layer in model.model.layers:
+        layer.self_attn.corrupt = lambda key, value: (key * 0.7, value.flip(-1))
+    probed = logits(model, ids)
+    torch.testing.assert_close(in_pieces(model, ids, [13, 20, 12]), probed, **CLOSE)
+    assert (probed - clean).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_a_model_with_a_window_of_its_own_keeps_it(tmp_path):
+    """Mistral's window in two blocks is what it was; a longer one is refused; it is saved, and forgotten by blocks."""
+    shape = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=61, sliding_window=8, initializer_range=0.15,
+    )  # fmt: skip
+    model, ids = MistralForCausalLM(MistralConfig(**shape)).eval(), tokens()
+    before = model(ids).logits
+    settings = dict(memory="none", block_size=4, local_attention="sliding")
+    with pytest.raises(ValueError, match=r"window=12 with .* give a window up to 8"):
+        em.attach_memory(model, window=12, **settings)
+    em.attach_memory(model, window=8, **settings).save_pretrained(tmp_path)
+    torch.testing.assert_close(model(ids).logits, before, atol=1e-5, rtol=1e-5)
+    load = lambda: MistralForCausalLM.from_pretrained(tmp_path).eval()  # noqa: E731
+    assert em.attach_memory(load()).model.layers[0].window == 8
+    assert em.attach_memory(load(), local_attention="block").model.layers[0].window is None
 
 
 def test_joins_over_several_blocks_are_refused():

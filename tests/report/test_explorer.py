@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import socket
+import struct
 import sys
 import threading
 import urllib.error
@@ -214,11 +216,22 @@ def test_the_page_knows_every_sampling():
         assert re.search(rf"^    {name}:", found, re.MULTILINE), f"hippo.js does not know {name}"
 
 
+FAILURES = {
+    "memory": RuntimeError("CUDA out of\nmemory"),
+    "key": KeyError("layer"),
+    "room": MemoryError(),
+    "disk": ZeroDivisionError("by zero"),
+    "os": OSError("no such device"),
+}
+
+
 @pytest.fixture
 def server():
     def read(text):
         if not text:
             raise ValueError("nothing to read")
+        if text in FAILURES:
+            raise FAILURES[text]
         return [{"name": text}]
 
     serving = Server("<!doctype html>the page", read)
@@ -252,6 +265,24 @@ def test_a_server_reads_text_for_its_own_page_alone(server):
         status, told = ask(server, "read", data)
         assert status == 400 and json.loads(told)["error"]
     assert ask(server, "elsewhere", b"{}")[0] == 400
+
+
+@pytest.mark.parametrize("text", FAILURES)
+def test_whatever_fails_is_answered_in_one_line_and_the_server_goes_on(server, text, capfd):
+    status, told = ask(server, "read", json.dumps({"text": text}).encode())
+    said = json.loads(told)["error"]
+    assert status == 500 and type(FAILURES[text]).__name__ in said and "\n" not in said
+    assert ask(server, "read", b'{"text": "a"}')[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_a_browser_that_leaves_is_no_traceback(server, capfd):
+    for content in (b"POST /read HTTP/1.1\r\nContent-Length: 100\r\n\r\n{", b"nonsense\r\n\r\n", b""):
+        with socket.create_connection(server.server.server_address) as connection:
+            connection.sendall(content)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends by a reset
+    assert ask(server, "read", b'{"text": "a"}')[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken(server):

@@ -148,8 +148,7 @@ def _attend(
     real = (member < GROUP)[:, None] & (d < DIM)[None, :]
     # What the row sees: its columns of memory, then those from `first` to the new one. Settled before the step began.
     position, count = tl.load(positions + row).to(tl.int32), tl.load(counts + row).to(tl.int32)
-    earlier = tl.minimum(tl.load(closed + row), front - memory).to(tl.int32)
-    first = front - tl.minimum(earlier, window - 1 - position)
+    first = front - tl.minimum(tl.minimum(tl.load(closed + row), front - memory).to(tl.int32), window - 1 - position)
     new = front + position
     seen = count + new - first
     begin, end = seen * split // SPLITS, seen * (split + 1) // SPLITS
