@@ -227,6 +227,23 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("elastic_memory/fast/windows.py", "tests/fast/test_windows.py"): [
         ("torch.logaddexp(sums[:, :, early:], other_sums)", "sums[:, :, early:]", "whole"),
     ],
+    ("elastic_memory/attention.py", "tests/memory/test_silent.py"): [
+        (".clamp_min(1e-30).log()", ".log()", "written_out"),
+        ("query.new_full((1,), 1 / scale)", "query.new_ones(1)", "written_out"),
+    ],
+    ("elastic_memory/model/layer.py", "tests/memory/test_silent.py"): [
+        ("reading[2] if self.memory.adds_score else None", "None", "written_out"),
+        ("        if self.memory.gain is None:\n            return mixed", "        return mixed", "heard"),
+    ],
+    ("elastic_memory/model/layer.py", "tests/fast/test_windows.py"): [
+        ("asking, known = self.looking(asking, unrotated, known, reading)", "pass", "with_masks and elastic"),
+    ],
+    ("elastic_memory/fast/summary_tokens.py", "tests/memory/test_silent.py"): [
+        ("reading=reading, query=query", "query=query", "melodi and heard"),
+    ],
+    ("elastic_memory/model/attach.py", "tests/memory/test_silent.py"): [
+        ("if again and silent not in (None, had):", "if False:", "saved or restored"),
+    ],
 }
 MUTANTS = [Mutant(*place, *change) for place, changes in GUARDS.items() for change in changes]
 

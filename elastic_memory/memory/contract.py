@@ -3,7 +3,8 @@
 A sample is read in blocks. Before a block, `read` turns the state left by all earlier blocks into a *reading*, which
 the block's queries use; after it, `write` adds the block to the state. State and reading are values, tuples of tensors
 whose first axis is the row of the batch: passed in, returned, never kept on `self`. Block 0 has no reading, unless the
-mechanism `reads_start`.
+mechanism `reads_start`. With a sliding window of several blocks, memory holds only what leaves it: reading and writing
+then lag behind, and `seen` counts the tokens in memory.
 
 A mechanism is one subclass in one file: `start`, `read`, `write`, and `mix` if its reading is not attended with the
 block (`shares_softmax`). It never sees masks, padding or positions in the sample: rows that are at different tokens,
@@ -58,7 +59,8 @@ class Geometry:
 class Host(NamedTuple):
     """What a memory may ask of the layer it lives in."""
 
-    rope: Callable[[Tensor, Tensor], Tensor]  # (x [batch, head, token, dim], positions [token]) -> x rotated
+    # (x [batch, head, token, dim], positions [token]) -> x rotated; 0 is the position behind the last token in memory
+    rope: Callable[[Tensor, Tensor], Tensor]
     project: Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens of the residual stream -> raw keys, values
 
 

@@ -11,6 +11,8 @@ from elastic_memory.memory.tools import full_precision, one_of, static
 from elastic_memory.operators import Bank, Direct, Recurrent
 from elastic_memory.shapes import Float, Tensor
 
+EPSILON = 1e-12  # of a squared length
+
 
 class ElasticState(NamedTuple):
     """C of eq. 6: Legendre coefficients of the history of raw keys and of values."""
@@ -24,7 +26,9 @@ class ElasticMemory(ParallelMemory):
 
     `mass`: a memory token that stands for m tokens gets log m on its scores: a cell as many as it averages, a point
     those that are nearest to it. `query`: rotated, as in the paper, or raw for queries without positions, like memory's
-    keys. `algorithm`: of training, direct or recurrent; None, the cheaper one.
+    keys. `length`: means of many vectors are short; keys and values that are read get the length that theirs had on
+    average, which the state carries as one more feature. `algorithm`: of training, direct or recurrent; None, the
+    cheaper one.
     """
 
     info = MemoryInfo(
@@ -44,6 +48,7 @@ class ElasticMemory(ParallelMemory):
         sampling_options: dict[str, float] | None = None,
         mass: bool = False,
         query: str = "rotated",
+        length: bool = False,
         algorithm: str | None = None,
         detach_every: int | None = None,
     ):
@@ -53,6 +58,7 @@ class ElasticMemory(ParallelMemory):
         self.algorithm = algorithm
         self.adds_score = mass
         self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
+        self.length = length
         self.bank = self.retrieval = Bank(order, points, sampling, tuple(sorted((sampling_options or {}).items())))
 
     def set_retrieval(  # type: ignore[override]
@@ -71,14 +77,14 @@ class ElasticMemory(ParallelMemory):
 
     def start(self, batch: int, device: torch.device | str | None = None) -> ElasticState:
         """All coefficients zero."""
-        shape = (batch, self.geometry.kv_heads, self.bank.order, self.geometry.head_dim)
+        shape = (batch, self.geometry.kv_heads, self.bank.order, self.geometry.head_dim + self.length)
         return ElasticState(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
 
     @full_precision
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """K_mem, V_mem = R C^(K), R C^(V) (eq. 8); memory tokens get no positions."""
         reconstruction = self.bank.reconstruction(seen, state[0].device, every=self.geometry.block_size)
-        return self._scored(tuple(reconstruction @ part for part in state), seen)
+        return self._finished(tuple(reconstruction @ part for part in state), seen)
 
     @full_precision
     def write(self, state: State, block: Block, seen: int) -> ElasticState:
@@ -87,7 +93,7 @@ class ElasticMemory(ParallelMemory):
         step = self.bank.step(seen, end, block.key.device, every=every)
         key, value = (
             step.transition @ part + step.projection @ signal.float()
-            for part, signal in zip(state, (block.key, block.value), strict=True)
+            for part, signal in zip(state, self._signals(block.key, block.value), strict=True)
         )
         return ElasticState(key, value)
 
@@ -107,16 +113,26 @@ class ElasticMemory(ParallelMemory):
         if blocks == 1:
             return []
         # Tokens first, all else features: one matrix product per block for the whole batch.
-        signal = torch.stack((key, value)).permute(3, 0, 1, 2, 4)
+        signal = torch.stack(self._signals(key, value)).permute(3, 0, 1, 2, 4)
         plan = _plan(*_fields(self.bank), size, blocks, str(key.device), signal.dtype, self.algorithm)
         read = self._direct if isinstance(plan, Direct) else self._recurrent
         readings = read(plan, signal.flatten(1))
         # [point, 2 * batch * head * dim] -> keys and values [batch, head, point, dim]
         pairs = (tuple(one.unflatten(1, signal.shape[1:]).permute(1, 2, 3, 0, 4).unbind(0)) for one in readings)
-        return [self._scored(pair, block * size) for block, pair in enumerate(pairs, 1)]
+        return [self._finished(pair, block * size) for block, pair in enumerate(pairs, 1)]
 
-    def _scored(self, reading: Reading, seen: int) -> Reading:
-        """The reading, with log m of each column if `mass` says so."""
+    def _signals(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What is compressed: keys and values; with `length` also ||k||^2 and ||v||, as their last features."""
+        if not self.length:
+            return key, value
+        squared, norm = key.square().sum(-1, keepdim=True), value.norm(dim=-1, keepdim=True)
+        return torch.cat((key, squared), dim=-1), torch.cat((value, norm), dim=-1)
+
+    def _finished(self, reading: Reading, seen: int) -> Reading:
+        """What was read of the signals, with lengths and scores as the options say."""
+        if self.length:
+            (key, squared), (value, norm) = (part.split((self.geometry.head_dim, 1), dim=-1) for part in reading)
+            reading = _lengthened(key, squared.clamp_min(EPSILON).sqrt()), _lengthened(value, norm.clamp_min(0))
         if not self.adds_score:
             return reading
         score = _log_mass(*_fields(self.bank), static(seen), str(reading[0].device))
@@ -155,6 +171,10 @@ class ElasticMemory(ParallelMemory):
             padded,
             f"order raised from {had} to {wanted}: tokens read so far stay at order {had}, new ones get {wanted}",
         )
+
+
+def _lengthened(x: Float[Tensor, "... dim"], length: Float[Tensor, "... 1"]) -> Float[Tensor, "... dim"]:
+    return x * (length / x.square().sum(-1, keepdim=True).clamp_min(EPSILON).sqrt())
 
 
 class _Direct(torch.autograd.Function):

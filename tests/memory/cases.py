@@ -23,6 +23,7 @@ VARIANTS = {
         dict(mass=True, algorithm="direct"),
         dict(query="raw"),
         dict(query="raw", mass=True, silent=True),
+        dict(length=True),
     ],
     "memorizing": [
         dict(combine="joint", positions="full"),
@@ -43,7 +44,7 @@ VARIANTS = {
 OPEN = {"infini": dict(first_gate=0.0)}
 DEFAULTS = {name: (name, {}) for name in MEMORIES}
 CASES = DEFAULTS | {
-    f"{name} {' '.join(map(str, options.values()))}": (name, options)
+    " ".join([name, *(key if value is True else str(value) for key, value in options.items())]): (name, options)
     for name, variants in VARIANTS.items()
     for options in variants
 }

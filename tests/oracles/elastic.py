@@ -17,6 +17,10 @@ def layer(layer, x, memory):
         else:
             read = hippo.basis(bank.order, bank.sample_points(start)) @ hippo.projection(bank.order, 0, start)
             keys, values = read @ all_keys[:, :start], read @ all_values[:, :start]
+            if memory.length:
+                squares, norms = all_keys.square().sum(-1, keepdim=True), all_values.norm(dim=-1, keepdim=True)
+                keys = keys / keys.norm(dim=-1, keepdim=True) * (read @ squares[:, :start]).clamp_min(1e-12).sqrt()
+                values = values / values.norm(dim=-1, keepdim=True) * (read @ norms[:, :start]).clamp_min(0)
             mass = tokens_of(bank.sample_points(start).tolist(), start) if memory.adds_score else None
             mixed = both(layer, memory, query, (keys, values), (key, value), mass)
         outputs.append(layer.finish(block, mixed))

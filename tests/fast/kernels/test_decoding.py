@@ -102,6 +102,20 @@ def test_decoding_is_one_call(memory, local, device, ids, monkeypatch):
     assert cache.decoder.fused == [memory != "infini" or not layer.memory.start(1) for layer in model.model.layers]
 
 
+@pytest.mark.parametrize("memory", ["elastic", "memorizing"])
+@pytest.mark.parametrize("length", [7, 20, 40])
+@torch.no_grad()
+def test_windows_of_several_blocks(memory, length, device, monkeypatch):
+    """Rows that fill their window, fill part of it, or have closed no block yet; a queue that widens it."""
+    options = dict(memory_options=dict(combine="joint", positions="full")) if memory == "memorizing" else {}
+    shape = dict(local_attention="sliding", window=24, num_hidden_layers=2)
+    model = small_model(memory, **shape, **options).to(device)
+    cache, ids = warm(model, 5, length, device), torch.arange(1, 6, device=device)[:, None]
+    fused, *_ = step(model, cache, ids, True, monkeypatch)
+    plain, *_ = step(model, cache, ids, False, monkeypatch)
+    assert error(fused, plain) < TOLERANCE[torch.float32]
+
+
 def test_splits_that_see_nothing(device):
     """Of sixteen splits of three columns most are empty."""
     generator = torch.Generator().manual_seed(0)
