@@ -85,12 +85,6 @@ class Study:
 
     def run(self, jobs: Sequence[Candidate], minutes: float | None, parallel: int) -> bool:
         """Train and measure what is missing, several at a time; False if something failed."""
-        for corpus in dict.fromkeys(job.corpus for job in jobs):
-            if not (self.data / corpus / "manifest.json").exists():
-                raise FileNotFoundError(
-                    f"{self.data / corpus} has no rows: elastic prepare {corpus} --tokenizer {self.model} "
-                    f"--length {self.plan.length} --out {self.data / corpus}"
-                )
         missing = [job for job in jobs if self.record(job) is None]
         tell(f"{len(missing)} of {len(jobs)} models to train and measure")
         places = {"out": str(self.out), "data": str(self.data), "model": self.model}

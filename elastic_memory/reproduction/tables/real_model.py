@@ -27,22 +27,22 @@ PLANS = {
 # All with sliding attention over the same window. At equal order they hold the same number of floats, but for gates.
 DESIGNS: dict[str, dict[str, Any]] = {
     BASE: {"memory": "none"},
-    "wider window": {"memory": "memorizing", "combine": "joint", "positions": "full"},
-    "elastic, exponential": {"memory": "elastic", "sampling": "exponential"},
     "elastic, cells": {"memory": "elastic", "sampling": "geometric_cells"},
+    "wider window": {"memory": "memorizing", "combine": "joint", "positions": "full"},
     "key-value means": {"memory": "means"},
     "clock per head": {"memory": "clock"},
     "dyadic bank": {"memory": "dyadic"},
     "outliers": {"memory": "outliers"},
     "elastic, cells, mass": {"memory": "elastic", "sampling": "geometric_cells", "mass": True},
     "elastic, cells, raw queries": {"memory": "elastic", "sampling": "geometric_cells", "query": "raw"},
+    "elastic, exponential": {"memory": "elastic", "sampling": "exponential"},
     "elastic, uniform": {"memory": "elastic", "sampling": "uniform"},
     "infini": {"memory": "infini"},
     "memorizing, gated": {"memory": "memorizing"},
 }
 
 
-def jobs(tier: str, seeds: int, corpora: Sequence[str] = CORPORA) -> list[Candidate]:
+def jobs(tier: str, seeds: int, corpora: Sequence[str]) -> list[Candidate]:
     """Most important first: by seed, then corpus, then design."""
     plan = PLANS[tier]
     shared = {"local_attention": "sliding", "block_size": plan.block, "window": plan.window}
@@ -74,14 +74,19 @@ def run(
     """Train and measure what is missing, within the minutes given, and make the table from all records."""
     if tier not in PLANS:
         raise ValueError(f"tier {tier} has no table real-model: choose {' or '.join(PLANS)}")
-    wanted = jobs(tier, seeds or 1)
     study = Study(PLANS[tier], out, data or Path("DATA"), model)
     if minutes != 0:
         if data is None:
             raise ValueError(
                 "table 'real-model' needs --data: a folder with rows of proofs and books in the model's tokens"
             )
-        if not study.run(wanted, minutes, parallel or 1):
+        corpora = [corpus for corpus in CORPORA if (data / corpus / "manifest.json").exists()]
+        if not corpora:
+            raise FileNotFoundError(
+                f"{data} has no rows of {' or '.join(CORPORA)}: elastic prepare proofs --tokenizer {study.model} "
+                f"--length {study.plan.length} --out {data / 'proofs'}"
+            )
+        if not study.run(jobs(tier, seeds or 1, corpora), minutes, parallel or 1):
             raise ValueError(f"a model failed: see {out / 'work' / 'logs'}; what is finished is kept")
     table, rows = make(study, tier)
     out.mkdir(parents=True, exist_ok=True)
@@ -93,7 +98,7 @@ def run(
 
 def make(study: Study, tier: str) -> tuple[Table, list[dict[str, Any]]]:
     """The table of what is recorded so far, and its numbers."""
-    every = [(job, study.record(job)) for job in jobs(tier, len(SEEDS))]
+    every = [(job, study.record(job)) for job in jobs(tier, len(SEEDS), CORPORA)]
     rows = []
     for corpus in CORPORA:
         runs: dict[str, dict[int, dict[str, Any]]] = {}
