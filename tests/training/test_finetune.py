@@ -224,6 +224,12 @@ def test_plans_of_other_runs_leave_it_out(tuned, tmp_path):
     assert measurements(tmp_path) == []
 
 
+def test_the_report_shows_it(tuned, tmp_path):
+    from elastic_memory.report.page import page
+
+    assert tuned.name in page(tuned, "fine-tuned")
+
+
 def test_by_command(attached, corpus, tmp_path, monkeypatch, capsys):
     words = [word for change in SHORT for word in ("--set", change)]
     code, _, said = call(monkeypatch, capsys, "train", "finetune/full", "--data", str(corpus), *words)
