@@ -24,6 +24,7 @@ COMMANDS = {
     "report": "Make one self-contained HTML page of results, with charts.",
     "explore": "The memory microscope: a page that shows what a memory keeps.",
     "bench": "Time every memory, as ratios to the model without memory.",
+    "doctor": "Show versions, devices and fast paths, and what makes this machine slow.",
     "selfcheck": "Check on this machine that fast and plain computation agree.",
 }
 
@@ -50,7 +51,6 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Elastic Memory: a fixed-size memory for Llama. `elastic COMMAND --help` explains each command.",
 )

@@ -7,8 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_memory.commands.options import LARGEST_MEMORY, check_range
+from elastic_memory.commands.options import LARGEST_MEMORY, check_range, refuse_unused
 from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
+
+USED_BY = {
+    "ppl": ("protocol", "stride", "batch_size"),
+    "longppl": ("reference", "trunc_len", "sliding_window", "alpha", "beta", "keys"),
+    "reconstruction": ("orders",),
+    "recall": ("recall_steps",),
+}
 
 Metrics = Annotated[
     list[str] | None, typer.Option(help="ppl (default), longppl, reconstruction, spectrum, recall; repeatable.")
@@ -67,6 +74,7 @@ def evaluate(
     keys: Keys = None,
     orders: Orders = None,
     recall_steps: RecallSteps = 600,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Measure a model: perplexity, LongPPL, and probes of its memory.
 
@@ -88,6 +96,7 @@ def evaluate(
     check_range(1, LARGEST_MEMORY, points=points, order=order, reconstruct=orders)
     check_range(0, recall_steps=recall_steps, seed=seed)
     check_range(-1000, 1000, alpha=alpha, beta=beta)
+    _refuse_unused(context, metric or ["ppl"], protocol or ["P0"], bool(data), bool(corrupt))
     if data is None and metric != ["recall"]:
         raise ValueError("--data is missing: a folder written by `elastic prepare`")
     rows = samples(data, split) if data else None
@@ -100,6 +109,19 @@ def evaluate(
         protocols=protocol or ["P0"], stride=stride, batch_size=batch_size, reference=reference,
         orders=orders or [], recall_steps=recall_steps,
     )  # fmt: skip
+
+
+def _refuse_unused(context: typer.Context, metrics: list[str], protocols: list[str], data: bool, noise: bool) -> None:
+    """Refuse what none of the metrics uses."""
+    for metric, names in USED_BY.items():
+        if metric not in metrics:
+            refuse_unused(context, f"without --metric {metric}", *names)
+    if "P1" not in protocols:
+        refuse_unused(context, "without --protocol P1", "stride")
+    if not noise:
+        refuse_unused(context, "without --corrupt", "corrupt_layers", "seed")
+    if not data:
+        refuse_unused(context, "without --data", "split", "limit")
 
 
 def _evaluate(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_memory.commands.options import check_range
+from elastic_memory.commands.options import check_range, refuse_unused
 
 MEASURED = Path("results")
 
@@ -41,6 +41,7 @@ def train(
     devices: Annotated[int, typer.Option(help="With --plan: number of GPUs.")] = 8,
     price: Annotated[float, typer.Option(help="With --plan: price of one GPU for an hour.")] = 2.5,
     measured: Annotated[Path, typer.Option(help="With --plan: folder of results with measured speeds.")] = MEASURED,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Train the model of a recipe, fine-tune a model that exists, or resume an interrupted run.
 
@@ -58,6 +59,7 @@ def train(
     from elastic_memory.training.recipe import load_recipe
     from elastic_memory.training.runs import StoppedError
 
+    _refuse_unused(context, plan, resume, requeue)
     overrides = [*(set_ or []), *(["execution.deterministic=true"] if deterministic else [])]
     chosen = load_recipe(recipe, overrides)
     if plan:
@@ -82,6 +84,17 @@ def train(
     except StoppedError as error:
         print(f"elastic: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def _refuse_unused(context: typer.Context, plan: bool, resume: bool, requeue: bool) -> None:
+    if plan:
+        refuse_unused(context, "with --plan", "data", "out", "resume", "requeue", "weights_only", "new_machine")
+        return
+    refuse_unused(context, "without --plan", "devices", "price", "measured")
+    if requeue:
+        refuse_unused(context, "with --requeue, which resumes too", "resume")
+    elif not resume:
+        refuse_unused(context, "without --resume or --requeue", "weights_only", "new_machine")
 
 
 def _print_plans(recipe: str, overrides: list[str], measured: Path, devices: int, price: float) -> None:

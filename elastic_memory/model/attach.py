@@ -9,13 +9,13 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 
+from elastic_memory.common.hooks import has_hooks
 from elastic_memory.memory import Geometry
 from elastic_memory.memory.contract import with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import BLOCK_SIZE, MEMORY, MemorySettings, refuse_dropout
 from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
-from elastic_memory.model.hooks import has_hooks
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
 
 # Decoders whose layers consist of PARTS and nothing else (tests/model/test_families.py).
@@ -45,13 +45,17 @@ def attach_memory(
     memory: str | None = None,
     local_attention: str | None = None,
     sampling_options: dict[str, float] | None = None,
+    window: int | None = None,
+    silent: bool | None = None,
     **memory_options: Any,
 ) -> Any:
     """Give a pretrained Llama or another of FAMILIES a memory, in place; its own weights stay where they are.
 
     Settings that are not given are those the model was saved with, if it was saved with this memory; else elastic
-    memory in blocks of 2,048. Elastic memory adds no parameters. In its first block the model computes what it did
-    before.
+    memory in blocks of 2,048. In its first block the model computes what it did before.
+
+    A new memory is `silent`: until it is trained, every block is computed as without memory. That adds one parameter
+    per head, the gain (choices.md, "silent start"). With `silent=False` memory is heard at once, without a gain.
     """
     config = model.config
     _check(model)
@@ -60,6 +64,7 @@ def attach_memory(
     named = {
         "memory": memory, "memory_layers": layers, "local_attention": local_attention, "memory_order": order,
         "memory_points": points, "sampling": sampling, "sampling_options": sampling_options, "block_size": block_size,
+        "window": window,
     }  # fmt: skip
     given = {name: value for name, value in named.items() if value is not None}
     saved = getattr(config, SAVED, None) or {}
@@ -67,6 +72,9 @@ def attach_memory(
     values = DEFAULTS | (_kept(saved, given) if again else {}) | given
     values["memory_options"] = values["memory_options"] | memory_options
     settings = _settings(model, values)
+    if _silent(silent, settings, again):
+        values["memory_options"]["silent"] = True
+        settings = _settings(model, values)
     if again and not hasattr(config, RECORD):
         warn_of_defaults(settings, model.name_or_path)
     elif again:
@@ -164,10 +172,25 @@ def _refuse_wrapped(model: Any, function: str) -> None:
 
 
 def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The saved settings that still apply: options of one sampling do not fit another."""
+    """The saved settings that still apply: options of one sampling do not fit another, only sliding has a window."""
     other = "sampling" in given and given["sampling"] != saved["sampling"]
     options = {"memory_options": with_new_names(saved.get("memory_options")) or {}}
-    return saved | options | ({"sampling_options": None} if other else {})
+    slides = given.get("local_attention", "sliding") == "sliding"
+    return saved | options | ({"sampling_options": None} if other else {}) | ({} if slides else {"window": None})
+
+
+def _silent(silent: bool | None, settings: MemorySettings, again: bool) -> bool:
+    """Whether the memory starts silent: as given, as saved, or if it is new and can."""
+    had = bool(settings.memory_options.get("silent"))
+    if again and silent not in (None, had):
+        raise ValueError(
+            f"silent={silent}: this memory was trained and saved {'with' if had else 'without'} gains; leave silent "
+            "out, or give another memory"
+        )
+    if again or silent is not None:
+        return had or bool(silent)
+    with torch.device("meta"):
+        return any(settings.memory_at(layer).start(1, "meta") for layer in settings.layers())
 
 
 def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
@@ -175,10 +198,11 @@ def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
     values = dict(values)
     settings = MemorySettings(geometry=_geometry(model.config, values.pop("block_size")), **values)
     window = getattr(model.config, "sliding_window", None)
-    if window and (settings.local_attention == "full" or settings.geometry.block_size > window):
+    if window and (settings.local_attention == "full" or settings.locality.window > window):
+        name = "block_size" if settings.window is None else "window"
         raise ValueError(
-            f"{type(model).__name__} looks back {window} tokens, which block_size={settings.geometry.block_size} with "
-            f"local_attention={settings.local_attention!r} exceeds: give a block_size up to {window}"
+            f"{type(model).__name__} looks back {window} tokens, which {name}={settings.locality.window} with "
+            f"local_attention={settings.local_attention!r} exceeds: give a {name} up to {window}"
         )
     return settings
 
@@ -225,7 +249,10 @@ def _match(layers: nn.ModuleList, model: Any, memory: str) -> None:
     for layer in layers:
         like = layer.input_layernorm.weight  # projections may be quantised
         if like.is_meta and hasattr(layer.input_layernorm, "_hf_hook") and extra_parameters(layer.memory):
-            raise ValueError(f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading")
+            raise ValueError(
+                f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading, or, if gains "
+                "are its only parameters, with silent=False"
+            )
         layer.memory.to(device=like.device, dtype=like.dtype)
-        layer.memory.reset()
+        layer.memory.initialise()
         layer.train(model.training)

@@ -15,7 +15,7 @@ from elastic_memory.training.start import StartingModel
 LARGEST = {
     "num_hidden_layers": 10_000, "hidden_size": 1_000_000, "intermediate_size": 10_000_000, "vocab_size": 100_000_000,
     "num_attention_heads": 100_000, "num_key_value_heads": 100_000, "head_dim": 100_000, "block_size": 100_000_000,
-    "memory_order": 100_000, "memory_points": 100_000, "max_position_embeddings": 10**12,
+    "window": 100_000_000, "memory_order": 100_000, "memory_points": 100_000, "max_position_embeddings": 10**12,
 }  # fmt: skip
 
 
@@ -90,7 +90,8 @@ def flops_per_token(config: Any, length: int) -> float:
     matrices = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
     local = getattr(config, SAVED, None) or vars(config)
     size = local["block_size"]
-    keys = {"block": size / 2, "sliding": size, "full": length / 2}[local["local_attention"]]
+    window = local.get("window") or size
+    keys = {"block": size / 2, "sliding": window, "full": length / 2}[local["local_attention"]]
     return 6 * matrices + 12 * config.num_hidden_layers * keys * width
 
 

@@ -70,7 +70,7 @@ def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Weight decay for matrices only; gates have their own learning rate."""
+    """Weight decay for matrices only; gates and gains have their own learning rate."""
     training = recipe.training
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
@@ -79,7 +79,8 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
         if not parameter.requires_grad:  # adapters are trained, not what they adapt
             continue
         last = name.rsplit(".", 1)[-1]
-        group = gates if last.endswith("gate") else vectors if parameter.ndim < 2 or "bias" in last else matrices
+        own = last.endswith(("gate", "gain"))
+        group = gates if own else vectors if parameter.ndim < 2 or "bias" in last else matrices
         group.append(parameter)
     groups = [
         {"params": matrices, "weight_decay": training.weight_decay},
