@@ -82,22 +82,27 @@ def attach_memory(
         settings = _settings(model, values)
 
     # Everything that may fail comes before the first change.
-    backbone = model.model
-    installed = memory_layers(backbone, settings)
+    installed = memory_layers(model.model, settings)
     _match(installed, model, values["memory"])
     if again:
         _restore(installed, model.name_or_path)
+    _install(model, installed)
+    setattr(config, SAVED, values)
+    setattr(config, RECORD, defaults(settings))
+    return model
+
+
+def _install(model: Any, layers: nn.ModuleList) -> None:
+    """Put the layers in, and give model and backbone the classes that call them."""
+    backbone = model.model
     original = (model.__class__, backbone.__class__, backbone.layers)
-    backbone.layers = installed
+    backbone.layers = layers
     backbone.__class__ = with_memory(MemoryBackbone, original[1])
     model.__class__ = with_memory(MemoryCausalLM, original[0])
     name_causal_lm(model.__class__)
     model.register_buffer(REMINDER, torch.zeros((), dtype=torch.uint8, device=model.device))
     # Plain attributes: the original layers must not be registered twice.
     object.__setattr__(model, "_before_memory", original)
-    setattr(config, SAVED, values)
-    setattr(config, RECORD, defaults(settings))
-    return model
 
 
 def detach_memory(model: Any) -> Any:
