@@ -36,7 +36,7 @@ class Code(NamedTuple):
 def blocks(page: str) -> list[Code]:
     """The fenced blocks of a page; `<!-- not run: why -->` on the line before a block takes it out."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    fences = re.finditer(r"^(?:<!-- not run: (.+) -->\n)?```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    fences = re.finditer(r"^(?:<!-- not run: ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [Code(text.count("\n", 0, f.start(3)), f[2], f[3], f[1]) for f in fences]
 
 

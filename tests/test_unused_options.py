@@ -22,6 +22,7 @@ CASES = [
     ("prepare text.txt --tokenizer bytes --out new --text body", "--text) has no effect on plain text"),
     ("prepare split --tokenizer bytes --out new --length 4 --shares 80/10/10", "the corpus has splits of its own"),
     ("train smoke/elastic --plan --data rows", "--data has no effect with --plan"),
+    ("train smoke/elastic --plan --from folder", "--from has no effect with --plan"),
     ("train smoke/elastic --plan --resume", "--resume has no effect with --plan"),
     ("train smoke/elastic --data rows --devices 8", "--devices has no effect without --plan"),
     ("train smoke/elastic --data rows --weights-only", "--weights-only has no effect without --resume"),

@@ -14,7 +14,8 @@ Layers = Annotated[
 BlockSize = Annotated[
     int | None, typer.Option(help="Tokens that see each other without memory, in all layers. Default: 2,048.")
 ]
-Local = Annotated[str, typer.Option(help="block: attention inside blocks; sliding: to the last --block-size tokens.")]
+Local = Annotated[str, typer.Option(help="block: attention inside blocks; sliding: to the last --window tokens.")]
+Window = Annotated[int | None, typer.Option(help="With --local sliding: a multiple of --block-size, the default.")]
 Order = Annotated[int | None, typer.Option(help="Size of the memory: coefficients, or tokens of a queue.")]
 Options = Annotated[
     list[str] | None, typer.Option("--set", help="A further option of the memory, as option=value; repeatable.")
@@ -31,6 +32,7 @@ def attach(
     layers: Layers = None,
     block_size: BlockSize = None,
     local: Local = "block",
+    window: Window = None,
     order: Order = None,
     points: Annotated[int | None, typer.Option(help="Number of sample points at which it is read.")] = None,
     sampling: Annotated[str | None, typer.Option(help="Where they lie: uniform, exponential, ...")] = None,
@@ -49,14 +51,14 @@ def attach(
     from elastic_memory.common.names import suggest
     from elastic_memory.evaluation.attaching import DTYPES, write_attached
 
-    check_range(1, 10**8, block_size=block_size)
+    check_range(1, 10**8, block_size=block_size, window=window)
     check_range(1, LARGEST_MEMORY, order=order, points=points)
     check_range(0, layers=layers)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: {suggest(dtype, DTYPES)}")
     made = write_attached(
         model, out, dtype, memory=memory, layers=layers, block_size=block_size, local_attention=local,
-        order=order, points=points, sampling=sampling, **_options(set_ or []),
+        window=window, order=order, points=points, sampling=sampling, **_options(set_ or []),
     )  # fmt: skip
     _show(made, out)
 

@@ -63,8 +63,6 @@ def train(
     overrides = [*(set_ or []), *(["execution.deterministic=true"] if deterministic else [])]
     chosen = load_recipe(recipe, overrides)
     if plan:
-        if from_:
-            raise ValueError("--plan is for models that are trained from scratch: leave out --from")
         check_range(1, devices=devices)
         check_range(0, 10**9, price=price)
         if not measured.is_dir() and measured != MEASURED:
@@ -88,7 +86,9 @@ def train(
 
 def _refuse_unused(context: typer.Context, plan: bool, resume: bool, requeue: bool) -> None:
     if plan:
-        refuse_unused(context, "with --plan", "data", "out", "resume", "requeue", "weights_only", "new_machine")
+        refuse_unused(
+            context, "with --plan", "data", "out", "from_", "resume", "requeue", "weights_only", "new_machine"
+        )
         return
     refuse_unused(context, "without --plan", "devices", "price", "measured")
     if requeue:

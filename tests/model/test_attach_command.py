@@ -34,7 +34,7 @@ def llama(tmp_path_factory):
 @pytest.fixture(scope="module")
 def attached(llama, tmp_path_factory):
     out = tmp_path_factory.mktemp("attached") / "with-memory"
-    attach(str(llama), out, **ATTACHED, local="sliding")
+    attach(str(llama), out, **ATTACHED, local="sliding", window=32)
     return out
 
 
@@ -43,9 +43,9 @@ def test_it_is_the_model_with_the_memory(llama, attached, ids, caplog, capsys):
     assert "UNEXPECTED" not in caplog.text + "".join(capsys.readouterr())  # its memory is restored: nothing to report
     assert made.dtype == torch.bfloat16
     assert list(made.memories) == [1] and made.memories[1].geometry.block_size == 16
-    assert made.model.layers[0].locality.kind == "sliding"
+    assert made.model.layers[0].locality.kind == "sliding" and made.model.layers[0].locality.window == 32
     by_hand = em.attach_memory(load_model(str(llama)), layers=[1], order=11, points=5, block_size=16,
-                               local_attention="sliding")  # fmt: skip
+                               local_attention="sliding", window=32)  # fmt: skip
     with torch.no_grad():
         assert torch.equal(made(ids).logits, by_hand(ids).logits)
     assert (attached / "manifest.json").exists() and not list(attached.parent.glob(".*"))
@@ -106,6 +106,8 @@ def test_options_of_the_memory(llama, tmp_path):
         (dict(set_=["decay"]), "expected option=value"),
         (dict(set_=["orders=3"]), "orders"),
         (dict(dtype="int8"), "--dtype int8: known: bfloat16, float32"),
+        (dict(window=32), "only 'sliding' has a window"),
+        (dict(local="sliding", window=24), "give a multiple of block_size=16"),
         (dict(block_size=0), "--block-size 0: give 1"),
     ],
 )

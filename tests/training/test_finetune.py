@@ -206,6 +206,9 @@ def test_flops_of_an_attached_model_are_those_of_ours():
                                   num_hidden_layers=ours.num_hidden_layers)  # fmt: skip
     theirs.elastic_memory = {"block_size": 8, "local_attention": "block"}
     assert flops_per_token(theirs, 64) == flops_per_token(ours, 64)
+    wide = MemoryLlamaConfig.preset("tiny", memory="none", block_size=8, local_attention="sliding", window=24, **shape)
+    width = wide.num_attention_heads * wide.head_dim
+    assert flops_per_token(wide, 64) - flops_per_token(ours, 64) == 12 * wide.num_hidden_layers * (24 - 4) * width
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "finetune").glob("[!b]*.yaml")), ids=lambda path: path.stem)
@@ -224,13 +227,19 @@ def test_plans_of_other_runs_leave_it_out(tuned, tmp_path):
     assert measurements(tmp_path) == []
 
 
+def test_the_report_shows_it(tuned, tmp_path):
+    from elastic_memory.report.page import page
+
+    assert tuned.name in page(tuned, "fine-tuned")
+
+
 def test_by_command(attached, corpus, tmp_path, monkeypatch, capsys):
     words = [word for change in SHORT for word in ("--set", change)]
     code, _, said = call(monkeypatch, capsys, "train", "finetune/full", "--data", str(corpus), *words)
     assert code == 2 and "give --from FOLDER" in said
     out = ["--data", str(corpus), "--out", str(tmp_path), "--from", attached]
-    code, _, said = call(monkeypatch, capsys, "train", "finetune/full", *out, "--plan", *words)
-    assert code == 2 and "leave out --from" in said
+    code, _, said = call(monkeypatch, capsys, "train", "smoke/elastic", "--plan", "--from", attached)
+    assert code == 2 and "--from has no effect with --plan" in said
     code, said, error = call(monkeypatch, capsys, "train", "finetune/full", *out, *words)
     assert code == 0, error
     assert "finished, loss" in said + error
