@@ -1,6 +1,8 @@
 """A bank of polynomials over segments of the history that double in length with age."""
 
+import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +84,12 @@ def placed(order: int, first: int, last: int, length: int) -> Float[Tensor, "ord
 
     Behind the `first` tokens as the second part of a join, then before the rest as the beginning of a longer history.
     """
+    common = math.gcd(first, last, length)
+    return _placed(order, first // common, last // common, length // common)
+
+
+@lru_cache(maxsize=64)
+def _placed(order: int, first: int, last: int, length: int) -> Float[Tensor, "order order"]:
     return hippo.transition(order, last, length) @ hippo.joiners(order, first, last - first)[1]
 
 
