@@ -7,10 +7,15 @@ import os
 import signal
 
 
+def begin() -> None:
+    """Let Ctrl-C end the process at once, until a command begins: commands/options.py."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
 def main() -> None:
     """Run the command line."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)  # until a command begins: cli.py
+    begin()
     from elastic_memory.cli import main as run
 
     run()

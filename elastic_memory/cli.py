@@ -15,7 +15,8 @@ from elastic_memory.commands.options import Command
 COMMANDS = {
     "demo": "See the memory at work on this machine, in a few minutes.",
     "prepare": "Tokenize a corpus into rows of one length.",
-    "train": "Train the model of a recipe; resume an interrupted run.",
+    "attach": "Give a pretrained model a memory, to fine-tune it.",
+    "train": "Train the model of a recipe, or fine-tune one; resume a run.",
     "evaluate": "Measure a model: perplexity, LongPPL, probes of its memory.",
     "generate": "Continue a text of any length; keep its memory in a file.",
     "memory": "Read texts into memory files; join and inspect them.",
@@ -23,6 +24,7 @@ COMMANDS = {
     "report": "Make one self-contained HTML page of results, with charts.",
     "explore": "The memory microscope: a page that shows what a memory keeps.",
     "bench": "Time every memory, as ratios to the model without memory.",
+    "doctor": "Show versions, devices and fast paths, and what makes this machine slow.",
     "selfcheck": "Check on this machine that fast and plain computation agree.",
 }
 
@@ -49,7 +51,6 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Elastic Memory: a fixed-size memory for Llama. `elastic COMMAND --help` explains each command.",
 )

@@ -173,6 +173,10 @@ class Bank:
             "recurrent": 2 * width * (carried + read * self.order * (block_size + self.points)),
         }
 
+    def log_mass(self, history: int, device: Any) -> Float[Tensor, " point"]:
+        """The logarithm of the number of tokens that each point or cell of a history stands for."""
+        return _log_mass(self, history, torch.device(device))
+
     def sample_points(self, history: int) -> Tensor:
         """Where this bank looks in a history of that many tokens: points [points] or cells [points, 2]."""
         return sampling.sample_points(self.sampling, self.points, history, **dict(self.options))
@@ -220,6 +224,13 @@ def _reconstructions(
     """What reads the history that ends with each block, the first of which begins at token `offset`."""
     points = torch.stack([bank.sample_points(offset + (block + 1) * every) for block in range(first, first + count)])
     return readers(bank.order, points, device).to(dtype).contiguous()
+
+
+@lru_cache(maxsize=16 * CACHED)
+@_constant
+def _log_mass(bank: Bank, history: int, device: torch.device) -> Float[Tensor, " point"]:
+    tokens = sampling.mass(bank.sample_points(history), history)
+    return tokens.clamp_min(1e-6).log().float().to(device)  # points may coincide
 
 
 @lru_cache(maxsize=CACHED)

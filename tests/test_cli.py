@@ -1,5 +1,6 @@
 """The command line: a list of commands, help that teaches, errors of one line."""
 
+import os
 import re
 import resource
 import signal
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from elastic_memory import cli
 from tests.conftest import small_model
@@ -61,13 +64,21 @@ def test_help_has_no_line_breaks_inside_a_paragraph(monkeypatch, capsys):
         assert not broken, broken
 
 
+BEGUN = "import sys; sys.stdout.write('.'); sys.stdout.flush()\n"
+
+
+@pytest.mark.parametrize("start", [["-c", BEGUN + START], ["-m", "elastic_memory.cli"]], ids=["program", "module"])
 @pytest.mark.parametrize("delay", [0.2, 0.5, 1.0, 2.0, 3.0])
-def test_ctrl_c_while_it_starts_is_no_traceback(delay, tmp_path):
+def test_ctrl_c_while_it_starts_is_no_traceback(start, delay, tmp_path):
     """Whatever is being imported: typer, torch, transformers, our own modules."""
-    begun = "import sys; sys.stdout.write('.'); sys.stdout.flush()\n"
-    words = [sys.executable, "-c", begun + START, "evaluate", "x", "--data", str(tmp_path)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.read(1)
+    (tmp_path / "sitecustomize.py").write_text(BEGUN)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = [sys.executable, *start, "evaluate", "x", "--data", str(tmp_path)]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
+    process.stdout.read(1 + (start[0] == "-c"))
+    delay += 0.3 * (start[0] == "-m")  # Python itself comes first
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
@@ -87,11 +98,50 @@ def test_models_are_registered_whatever_is_imported_first(tmp_path):
         assert result.returncode == 0, result.stderr
 
 
+def test_as_a_module_it_starts_without_torch_too():
+    code = "import runpy, sys; sys.argv = ['-m', '--help']; sys.orig_argv = ['python', '-m', 'elastic_memory.cli']\n"
+    code += "try: runpy.run_module('elastic_memory.cli', run_name='__main__', alter_sys=True)\n"
+    code += "finally: assert 'torch' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "Usage" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("elastic e", {"evaluate", "explore"}),
+        ("elastic evaluate --corr", {"--corrupt", "--corrupt-layers"}),
+        ("elastic memory j", {"join"}),
+    ],
+)
+def test_a_shell_completes_commands_and_options_without_torch(line, offered):
+    start = "import sys; sys.argv[0] = 'elastic'\ntry:\n from elastic_command import main; main()\n"
+    start += "finally: assert 'torch' not in sys.modules"
+    asked = {"_ELASTIC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    result = subprocess.run([sys.executable, "-c", start], env=os.environ | asked, capture_output=True, text=True)
+    assert set(result.stdout.split()) == offered, result.stderr
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_explains_itself(name, monkeypatch, capsys):
     code, shown, _ = call(monkeypatch, capsys, name, "--help")
     assert code == 0
     assert shown.count(f"elastic {name}") > 1, "beside its usage line, the help holds an example"
+
+
+def test_the_doctor_knows_versions_machine_and_fast_paths(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
+    code, shown, _ = call(monkeypatch, capsys, "doctor")
+    assert code == 0
+    for word in (torch.__version__, transformers.__version__, "Triton kernels", "models run on", "machine is busy"):
+        assert word in shown, word
+    assert ("they need a GPU" in shown) == ("Without a GPU" in shown) == (not torch.cuda.is_available())
+
+
+def test_without_the_fast_folder_the_doctor_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("elastic_memory.common.speedups.find", lambda name: None)
+    assert "the folder elastic_memory/fast was left out" in call(monkeypatch, capsys, "doctor")[1]
 
 
 def test_a_wrong_word_is_one_line_and_exit_code_2():

@@ -4,11 +4,12 @@ import base64
 import hashlib
 import html
 import json
+import os
 import re
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_memory import cli
@@ -223,6 +224,108 @@ def test_bad_files_are_named(tmp_path, name, content, said):
     write(tmp_path / name, content)
     with pytest.raises(ValueError, match=re.escape(said)):
         page(tmp_path)
+
+
+def documents():
+    """One of each kind that a command writes, by file name."""
+    machine = {"device": "cpu", "torch": "2"}
+    both = evaluation("c", [5.0, 4.0], by_position=[4.5, 4.25], longppl={"longppl": 3.5, "protocol": "k"})
+    both["metrics"]["ppl"]["P4"] = {"ppl": 5.0, "by_block": [5.0, 5.0], "protocol": "P4"}
+    both["metrics"]["recall"] = [{"task": "passkey", "distance": 1, "accuracy": 0.5}]
+    both |= {"memory": [{"layer": 1, "memory": "elastic", "carried_floats": 640}], "machine": machine}
+    trained = {"name": "n", "tokens": 8, "steps": 2, "final_loss": 2.0, "curve": [[1, 2.5], [2, 2.0]]}
+    trained |= {"recipe": {"training": {"seed": 1}}, "machine": machine, "parameters": 10}
+    measured = [both | {"conditions": {"corrupt": 0.0, "sampling": None}}]
+    cell = {"row": "A", "column": "1x PPL", "paper": "3.31 / 2.4", "values": {"ppl": 9.75, "longppl": None}}
+    return {
+        "evaluation.json": both,
+        "training.json": trained,
+        "record.json": {"trained": trained, "measured": measured, "tier": "smoke"},
+        "table.json": {"table": "t", "title": "T", "cells": [cell, cell | {"row": "B"}]},
+        "recall.json": {"table": "recall", "rows": [{"row": "A", "task": "t", "distance": 1, "accuracy": 0.5}]},
+        "metrics.jsonl": {"tokens": 10, "loss": 3.0},
+    }
+
+
+ODD = [
+    None,
+    True,
+    0,
+    -1,
+    1e308,
+    10**90,
+    10**400,
+    "",
+    "x",
+    "\ud800",
+    [],
+    {},
+    [1],
+    [[]],
+    {"a": {"b": []}},
+    [None],
+    float("inf"),
+]
+
+
+def places(value, path=()):
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield from places(part, (*path, key))
+
+
+def changed(value, path, new):
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    if new is DROPPED and len(path) == 1:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = changed(copy[path[0]], path[1:], new)
+    return copy
+
+
+DROPPED = object()
+deep = st.integers(1, 4000).map(lambda depth: "[" * depth + "]" * depth)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_odd_files_are_shown_or_named(tmp_path_factory, data):
+    """Whatever stands at any place of a file: a page, or one line with the file's name."""
+    name = data.draw(st.sampled_from(sorted(documents())))
+    content = documents()[name]
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(list(places(content))))
+        content = changed(content, path, data.draw(st.sampled_from([*ODD, DROPPED] if path else ODD)))
+    text = json.dumps(content)
+    if data.draw(st.integers(0, 9)) == 0:
+        text = text.replace("[]", data.draw(deep), 1)
+    if data.draw(st.integers(0, 9)) == 0:
+        text = text[: data.draw(st.integers(0, len(text)))]
+    folder = tmp_path_factory.mktemp("odd")
+    write(folder / name, text + "\n")
+    write(folder / "table.md", Table("T", ["a"], [["b"]]).markdown())
+    try:
+        shown = page(folder)
+    except ValueError as error:
+        assert name in str(error) and "\n" not in str(error), error
+    else:
+        charts_of(shown)
+        shown.encode()
+
+
+def test_huge_numbers_are_named(tmp_path):
+    for number in ("1e999", "-1e999", "9" * 500, "9" * 5000):
+        write(tmp_path / "a.json", f'{{"name": "n", "tokens": {number}, "final_loss": 1}}')
+        with pytest.raises(ValueError, match=r"a\.json: not valid JSON"):
+            page(tmp_path)
+
+
+def test_a_pipe_among_results_is_left_alone(folder):
+    os.mkfifo(folder / "a.json")
+    assert "3.250" in page(folder)
 
 
 def test_no_folder_and_an_empty_one(tmp_path):

@@ -7,10 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_memory.commands.options import LARGEST_MEMORY, check_range
+from elastic_memory.commands.options import LARGEST_MEMORY, check_range, refuse_unused
 from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
 
-SPARE_TOKENS = 1024  # how many more tokens a model may have than its tokenizer, to make its size round
+USED_BY = {
+    "ppl": ("protocol", "stride", "batch_size"),
+    "longppl": ("reference", "trunc_len", "sliding_window", "alpha", "beta", "keys"),
+    "reconstruction": ("orders",),
+    "recall": ("recall_steps",),
+}
 
 Metrics = Annotated[
     list[str] | None, typer.Option(help="ppl (default), longppl, reconstruction, spectrum, recall; repeatable.")
@@ -69,6 +74,7 @@ def evaluate(
     keys: Keys = None,
     orders: Orders = None,
     recall_steps: RecallSteps = 600,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Measure a model: perplexity, LongPPL, and probes of its memory.
 
@@ -90,6 +96,7 @@ def evaluate(
     check_range(1, LARGEST_MEMORY, points=points, order=order, reconstruct=orders)
     check_range(0, recall_steps=recall_steps, seed=seed)
     check_range(-1000, 1000, alpha=alpha, beta=beta)
+    _refuse_unused(context, metric or ["ppl"], protocol or ["P0"], bool(data), bool(corrupt))
     if data is None and metric != ["recall"]:
         raise ValueError("--data is missing: a folder written by `elastic prepare`")
     rows = samples(data, split) if data else None
@@ -102,6 +109,19 @@ def evaluate(
         protocols=protocol or ["P0"], stride=stride, batch_size=batch_size, reference=reference,
         orders=orders or [], recall_steps=recall_steps,
     )  # fmt: skip
+
+
+def _refuse_unused(context: typer.Context, metrics: list[str], protocols: list[str], data: bool, noise: bool) -> None:
+    """Refuse what none of the metrics uses."""
+    for metric, names in USED_BY.items():
+        if metric not in metrics:
+            refuse_unused(context, f"without --metric {metric}", *names)
+    if "P1" not in protocols:
+        refuse_unused(context, "without --protocol P1", "stride")
+    if not noise:
+        refuse_unused(context, "without --corrupt", "corrupt_layers", "seed")
+    if not data:
+        refuse_unused(context, "without --data", "split", "limit")
 
 
 def _evaluate(
@@ -130,7 +150,8 @@ def _evaluate(
 
 def _load(checkpoint: str, rows: Any, conditions: Any) -> Any:
     """The model; rows of another tokenizer, and conditions that it cannot meet, are refused."""
-    from elastic_memory.evaluation.loading import check_tokenizer, load_model
+    from elastic_memory.data.samples import check_vocabulary
+    from elastic_memory.evaluation.loading import check_tokenizer, load_model, tokenizer_of
 
     model = load_model(checkpoint)
     if rows is not None:
@@ -138,25 +159,8 @@ def _load(checkpoint: str, rows: Any, conditions: Any) -> Any:
     conditions.apply(model)
     if rows is not None:
         rows.verify_rows()
-        _check_vocabulary(checkpoint, model.config.vocab_size, rows)
+        check_vocabulary(rows, checkpoint, tokenizer_of(checkpoint), model.config.vocab_size)
     return model
-
-
-def _check_vocabulary(checkpoint: str, size: int, rows: Any) -> None:
-    """Refuse rows of another tokenizer than the model's: by what lies beside it, or at least by its size."""
-    from elastic_memory.evaluation.loading import tokenizer_of
-
-    made, own = rows.manifest["tokenizer"], tokenizer_of(checkpoint)
-    if own is not None and own.sha256 != made["sha256"]:
-        raise ValueError(
-            f"{rows.folder} was prepared with {made['name']} ({made['sha256'][:12]}), {checkpoint} has another "
-            f"tokenizer ({own.sha256[:12]}): prepare with --tokenizer {checkpoint}"
-        )
-    if not made["vocab_size"] <= size <= made["vocab_size"] + SPARE_TOKENS:
-        raise ValueError(
-            f"{rows.folder} has a vocabulary of {made['vocab_size']:,} ({made['name']}), {checkpoint} of {size:,}: "
-            "prepare with the model's tokenizer"
-        )
 
 
 def _show(results: dict[str, Any]) -> None:

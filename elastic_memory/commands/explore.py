@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_memory.commands.options import check_range
+from elastic_memory.commands.options import check_range, refuse_unused
 
 
 def explore(
@@ -22,6 +22,7 @@ def explore(
     port: Annotated[int, typer.Option(help="Port of --serve, on localhost only; 0 picks a free one.")] = 0,
     tokens: Annotated[int, typer.Option(help="How many tokens of a text are read at most.")] = 4096,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside a model.")] = None,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """The memory microscope: see what a memory keeps, where it looks, and what it changes.
 
@@ -47,6 +48,9 @@ def explore(
     memories = [path for path in files or [] if path.name.endswith(explorer.SUFFIX)]
     folders = [path for path in files or [] if path not in memories]
     _check(folders, memories, text, serve)
+    refuse_unused(context, *(["with --serve", "out"] if serve else ["without --serve", "port"]))
+    if not folders:
+        refuse_unused(context, "without a model to read a text", "tokens", "tokenizer")
     book = _read(text) if text else None
     kept = explorer.memory_files(memories)
     readers = _readers([str(path) for path in folders], tokenizer)

@@ -4,6 +4,7 @@ import importlib
 import signal
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 LARGEST_MEMORY = 100_000  # coefficients or points: what takes minutes and more memory than there is
@@ -17,6 +18,18 @@ class Command(TyperCommand):
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ended the start at once
         return super().invoke(ctx)
+
+
+def refuse_unused(context: typer.Context | None, when: str, *names: str) -> None:
+    """Refuse options and arguments that were given on the command line though they have no effect, `when` says why.
+
+    Whoever calls a command as a function gives no context.
+    """
+    for parameter in context.command.params if context else ():
+        source = context.get_parameter_source(str(parameter.name)) if context else None
+        if parameter.name in names and source is not None and source.name == "COMMANDLINE":
+            named = next((word for word in parameter.opts if word.startswith("--")), str(parameter.name).upper())
+            raise ValueError(f"{named} has no effect {when}: leave it out")
 
 
 def check_range(least: int, most: float = float("inf"), **options: float | list[int] | None) -> None:

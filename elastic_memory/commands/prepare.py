@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_memory.commands.options import check_range
+from elastic_memory.commands.options import check_range, refuse_unused
 from elastic_memory.common.defaults import LENGTH
 
 
@@ -18,13 +18,17 @@ def prepare(
     out: Annotated[Path | None, typer.Option(help="The folder to write.")] = None,
     tokenizer: Annotated[str, typer.Option(help="A folder, a name on the hub, or `bytes`.")] = "",
     length: Annotated[int, typer.Option(help="Tokens in a row; documents that are not longer are left out.")] = LENGTH,
-    text: Annotated[str, typer.Option(help="The column or field that holds the text.")] = "text",
+    text: Annotated[
+        str | None, typer.Option(help="The column or field of parquet and JSONL with the text (default: text).")
+    ] = None,
     shares: Annotated[
-        str, typer.Option(help="Train/validation/test by document, where the corpus has no splits of its own.")
-    ] = "90/5/5",
+        str | None,
+        typer.Option(help="Train/validation/test by document, if the corpus has no splits itself (default 90/5/5)."),
+    ] = None,
     shard: Annotated[str, typer.Option(help="i/n: only every n-th part; one call without it finishes.")] = "0/1",
     workers: Annotated[int | None, typer.Option(help="Tokenizer threads (default: one per core).")] = None,
     inspect: Annotated[Path | None, typer.Option(help="Show and verify a prepared folder instead.")] = None,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Tokenize a corpus into rows of one length, ready to train on.
 
@@ -36,6 +40,8 @@ def prepare(
         elastic prepare --inspect rows
     """
     if inspect:
+        making = ("sources", "out", "tokenizer", "length", "text", "shares", "shard", "workers")
+        refuse_unused(context, "with --inspect", *making)
         return _inspect(inspect)
     usage = "elastic prepare SOURCE --tokenizer NAME --out FOLDER (or --inspect FOLDER)"
     if not sources:
@@ -45,12 +51,10 @@ def prepare(
     if not out:
         raise ValueError(f"--out is missing: the folder to write; {usage}")
     check_range(1, 10_000, workers=workers)
-    portions, which = _numbers(shares, 3, "--shares 90/5/5"), _numbers(shard, 2, "--shard 0/8")
-    if not sum(portions):
-        raise ValueError("--shares 0/0/0 leaves nothing: give at least one number above 0")
+    which = _numbers(shard, 2, "--shard 0/8")
     manifest = _run(
         sources, out, tokenizer=tokenizer, length=length, text=text, workers=workers, shard=(which[0], which[1]),
-        shares=tuple(portion / sum(portions) for portion in portions),
+        shares=_portions(shares) if shares else None,
     )  # fmt: skip
     if manifest is None:
         print(f"shard {shard} is done; when all are, run the same command without --shard")
@@ -85,6 +89,13 @@ def _numbers(text: str, count: int, example: str) -> list[int]:
     if not re.fullmatch(r"\d+(/\d+)" + f"{{{count - 1}}}", text):
         raise ValueError(f"{text!r}: write it like {example}")
     return [int(number) for number in text.split("/")]
+
+
+def _portions(shares: str) -> tuple[float, ...]:
+    numbers = _numbers(shares, 3, "--shares 90/5/5")
+    if not sum(numbers):
+        raise ValueError("--shares 0/0/0 leaves nothing: give at least one number above 0")
+    return tuple(number / sum(numbers) for number in numbers)
 
 
 def _inspect(folder: Path) -> None:

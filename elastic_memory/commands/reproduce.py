@@ -6,12 +6,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastic_memory.commands.options import check_range
+from elastic_memory.commands.options import check_range, refuse_unused
 
 if TYPE_CHECKING:
     from elastic_memory.report.tables import Table
     from elastic_memory.reproduction.experiment import Experiment
     from elastic_memory.reproduction.lab import Lab
+
+TRAINING = (
+    "data",
+    "reference",
+    "model",
+    "minutes",
+    "parallel",
+    "seeds",
+    "keep_weights",
+)  # used by tables of trained models
 
 Out = Annotated[Path, typer.Option(help="Folder for the tables, their JSON, and one record per run.")]
 Reference = Annotated[
@@ -30,10 +40,12 @@ def reproduce(
     out: Out = Path("results"),
     data: Annotated[Path | None, typer.Option(help="Prepared rows: a folder with one folder per corpus.")] = None,
     reference: Reference = None,
+    model: Annotated[str | None, typer.Option(help="real-model: the pretrained model that gets the memories.")] = None,
     minutes: Minutes = None,
     parallel: Annotated[int, typer.Option(help="Training processes that share one GPU.")] = 1,
     seeds: Seeds = None,
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the weights of measured models.")] = False,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Regenerate tables of the paper, with its values beside ours.
 
@@ -50,6 +62,8 @@ def reproduce(
 
         elastic reproduce injection --tier paper --data rows32k --reference meta-llama/Llama-3.1-8B
 
+        elastic reproduce real-model --tier small --data rows16k --minutes 25 --parallel 2
+
     List all tables; show what is done and what is missing, with estimated GPU minutes; check the paper's claims:
 
         elastic reproduce list
@@ -58,22 +72,21 @@ def reproduce(
 
         elastic reproduce claims --tier small
     """
-    from elastic_memory.common.names import suggest
-    from elastic_memory.reproduction.tiers import TIERS
-
-    if tier not in TIERS:
-        raise ValueError(f"tier {tier!r}: {suggest(tier, TIERS)}")
     check_range(1, parallel=parallel, seeds=seeds)
     check_range(0, minutes=minutes)
+    _check(context, tables, tier, minutes)
     if len(tables) == 1 and tables[0] in INFORMATION:
         INFORMATION[tables[0]](tier, out)
         return
-    given = {"data": data, "reference": reference, "minutes": minutes, "seeds": seeds}
+    given = {"data": data, "reference": reference, "minutes": minutes, "seeds": seeds, "keep-weights": keep_weights}
+    given |= {"parallel": parallel if parallel > 1 else None, "model": model}
     experiments = _run_untrained(tables, tier, out, given)
     succeeded = True
     if experiments:
         from elastic_memory.reproduction.lab import Lab
 
+        if model is not None:
+            raise ValueError(f"table {experiments[0].name!r} does not use --model: leave it out")
         lab = Lab(tier, out, data, reference)
         succeeded = _train(experiments, lab, minutes, parallel, seeds, keep_weights)
         for experiment in experiments:
@@ -83,6 +96,19 @@ def reproduce(
         raise typer.Exit(1)
 
 
+def _check(context: typer.Context, tables: list[str], tier: str, minutes: float | None) -> None:
+    """Refuse an unknown tier, and options that would have no effect."""
+    from elastic_memory.common.names import suggest
+    from elastic_memory.reproduction.tiers import TIERS
+
+    if tier not in TIERS:
+        raise ValueError(f"tier {tier!r}: {suggest(tier, TIERS)}")
+    if len(tables) == 1 and tables[0] in INFORMATION:
+        refuse_unused(context, f"on {tables[0]}", *TRAINING, *(("tier", "out") if tables == ["list"] else ()))
+    elif minutes == 0:
+        refuse_unused(context, "with --minutes 0", "parallel", "keep_weights", "seeds")
+
+
 def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any]) -> "list[Experiment]":
     """Make the tables that need no trained models, and return the others."""
     from elastic_memory.reproduction.tables import load
@@ -90,9 +116,11 @@ def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any
     modules = {name: load(name) for name in dict.fromkeys(tables)}
     for name, module in modules.items():
         if not hasattr(module, "EXPERIMENT"):
-            for option in (option for option, value in given.items() if value is not None):
-                raise ValueError(f"table {name!r} does not use --{option}: leave it out")
-            _print(module.run(tier, out))
+            uses = getattr(module, "USES", ())
+            for option in (option for option, value in given.items() if value not in (None, False)):
+                if option not in uses:
+                    raise ValueError(f"table {name!r} does not use --{option}: leave it out")
+            _print(module.run(tier, out, **{option: given[option] for option in uses}))
     return [module.EXPERIMENT for module in modules.values() if hasattr(module, "EXPERIMENT")]
 
 

@@ -93,12 +93,22 @@ def read_json(path: Path, max_bytes: int = 1 << 26) -> Any:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """`json.loads` that refuses NaN and infinities and names its source."""
+    """`json.loads` that refuses NaN, infinities and numbers of more than 100 digits, and names its source."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
+    def finite(number: str) -> float:
+        if not math.isfinite(float(number)):
+            refuse(number)
+        return float(number)
+
+    def short(number: str) -> int:
+        if len(number) > MAX_DIGITS:
+            raise ValueError(f"a number of {len(number):,} digits")
+        return int(number)
+
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, parse_float=finite, parse_int=short)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: not valid JSON ({str(error)[:200]})") from None

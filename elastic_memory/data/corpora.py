@@ -171,9 +171,11 @@ CORPORA: dict[str, Corpus] = {
 }
 
 
-def find_parts(sources: list[str], text: str, passed_over: Counter[str]) -> list[Part]:
-    """The parts of a corpus of `CORPORA`, or of files and folders."""
+def find_parts(sources: list[str], text: str | None, passed_over: Counter[str]) -> list[Part]:
+    """The parts of a corpus of `CORPORA`, or of files and folders; `text`: the column or field, if not "text"."""
     if len(sources) == 1 and sources[0] in CORPORA:
+        if text:
+            raise ValueError(f"text={text!r} (--text) has no effect on the corpus {sources[0]}: leave it out")
         return CORPORA[sources[0]].parts()
     for source in sources:
         if source in CORPORA:
@@ -183,9 +185,11 @@ def find_parts(sources: list[str], text: str, passed_over: Counter[str]) -> list
                 f"no corpus or file {source!r}: {suggest(source, CORPORA)}; or give parquet files, JSONL (.jsonl, "
                 ".jsonl.gz, .jsonl.zst) or a folder of text"
             )
-    parts = file_parts([Path(source) for source in sources], text, passed_over)
+    parts = file_parts([Path(source) for source in sources], text or "text", passed_over)
     if not parts:
         raise ValueError(f"nothing to read in {', '.join(sources)}{_counts(passed_over)}")
+    if text and not any(hasattr(part, "text") for part in parts):
+        raise ValueError(f"text={text!r} (--text) has no effect on plain text files: leave it out")
     return parts
 
 

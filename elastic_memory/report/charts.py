@@ -187,7 +187,8 @@ def _gains(evaluations: Sequence[dict[str, Any]], names: dict[str, str]) -> list
     for evaluation in evaluations:
         kept, erased = (evaluation["metrics"].get("ppl", {}).get(protocol) for protocol in ("P0", "P4"))
         if kept and erased:
-            gain = [without / with_ - 1 for with_, without in zip(kept["by_block"], erased["by_block"], strict=False)]
+            pairs = zip(kept["by_block"], erased["by_block"], strict=False)
+            gain = [without / with_ - 1 if with_ else None for with_, without in pairs]
             series.append(Series(names[evaluation["checkpoint"]], range(len(gain)), gain))
     note = f"How much higher the perplexity of the same model is when its memory is erased at every block. {CONTROL}"
     title, up = "What memory gains, by block", "rise without memory"

@@ -25,7 +25,7 @@ class Server:
 
         # Threads: a browser keeps connections open that it may never use.
         try:
-            self.server = ThreadingHTTPServer((HOST, port), Handler)
+            self.server = _Threads((HOST, port), Handler)
         except OSError as error:
             raise ValueError(f"--port {port}: {error.strerror}; give another, or 0 for any that is free") from None
         self.address = f"http://{HOST}:{self.server.server_port}/"
@@ -38,6 +38,11 @@ class Server:
             pass
         finally:
             self.server.server_close()
+
+
+class _Threads(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a browser that has closed its connection waits for no answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -67,6 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {"subjects": type(self).reader(told["text"])})
         except (ValueError, RecursionError) as error:
             self._answer(400, {"error": str(error)})
+        except Exception as error:  # whatever a model does, such as running out of memory: the server goes on
+            self._answer(500, {"error": " ".join(f"{type(error).__name__}: {error}".split())})
 
     def _ours(self) -> bool:
         """Whether the request was made by our own page: a page from elsewhere must not use the model."""

@@ -4,16 +4,59 @@ Everything else is counted, not guessed at. A file that is broken is an error.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from elastic_memory.common.strict import parse_json, read_json
 from elastic_memory.report.tables import Table
 
 # a run's result, checkpoints and model, or a prepared corpus: a folder that one of these files says all about
 CLOSED = {"run.json": "run", "manifest.json": "corpus"}
+DEEPEST = 100
+
+# What the page uses of each kind of file; there may be more.
+_Pair = Annotated[list[int | float], Field(min_length=2, max_length=2)]
+
+
+class _Evaluation(TypedDict):
+    checkpoint: str
+    metrics: dict[str, dict[str, Any] | list[dict[str, Any]]]
+    machine: NotRequired[dict[str, Any] | None]
+
+
+class _Training(TypedDict):
+    name: str
+    tokens: int | float
+    steps: NotRequired[int | float | None]
+    curve: NotRequired[list[_Pair]]
+    recipe: NotRequired[dict[str, Any] | None]
+    machine: NotRequired[dict[str, Any] | None]
+
+
+class _Conditioned(TypedDict):
+    metrics: NotRequired[dict[str, Any]]
+    conditions: NotRequired[dict[str, Any]]
+
+
+class _Record(TypedDict):
+    trained: _Training | None
+    measured: list[_Conditioned]
+
+
+class _Cell(TypedDict):
+    row: str
+    column: str
+    values: dict[str, Any]
+
+
+class _Measured(TypedDict):
+    title: str
+    cells: list[_Cell]
 
 
 @dataclass
@@ -76,12 +119,13 @@ def _files(folder: Path) -> Iterator[Path]:
             continue
         if path.is_dir():
             yield from _files(path)
-        else:
+        elif path.is_file():  # opening a pipe would block
             yield path
 
 
 def _sort_record(content: dict[str, Any], path: Path, name: str, found: Results) -> None:
     """A run's record of `elastic reproduce`: its training, and what was measured of it as it was trained."""
+    _check(_Record, content, path, "a run's record as `elastic reproduce` writes it")
     trained = content["trained"]
     if trained:
         found.trainings[name] = trained
@@ -90,17 +134,15 @@ def _sort_record(content: dict[str, Any], path: Path, name: str, found: Results)
             {"tokens": step * each, "loss": loss} for step, loss in trained.get("curve", [])
         ]
     for entry in content["measured"]:
-        if (
-            "ppl" in entry.get("metrics", {})
-            and not entry["conditions"]["corrupt"]
-            and not entry["conditions"]["sampling"]
-        ):
+        conditions = entry.get("conditions", {})
+        if "ppl" in entry.get("metrics", {}) and not conditions.get("corrupt") and not conditions.get("sampling"):
             _check_evaluation(entry, path)
             found.evaluations[name] = entry
 
 
 def _sort(path: Path, name: str, found: Results) -> None:
     content = read_json(path) if path.suffix == ".json" else None
+    _check_depth(content, path)
     table = _parse(path) if path.suffix == ".md" else None
     if table:
         found.tables[name] = table
@@ -124,11 +166,13 @@ def _sort_json(content: dict[str, Any], path: Path, name: str, found: Results) -
         for entry in _list(content["metrics"].get("recall", [])):
             _add_recall({"row": content["checkpoint"], **entry}, path, found)
     elif {"final_loss", "tokens", "name"} <= keys:
+        _check(_Training, content, path, "the result of a run as `elastic train` writes it")
         found.trainings[name] = content
     elif {"table", "title", "cells"} <= keys:
+        _check(_Measured, content, path, "a table as `elastic reproduce` writes it")
         found.measured[name] = content
     elif content.get("table") == "recall":
-        for entry in content["rows"]:
+        for entry in _list(content.get("rows")):
             _add_recall(entry, path, found)
     elif not path.with_suffix(".md").exists():  # a table's own data says nothing that the table does not
         found.left_out.append(name)
@@ -178,10 +222,8 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 def _check_evaluation(content: dict[str, Any], path: Path) -> None:
     """Refuse, before anything is drawn, what `elastic evaluate` would not have written."""
-    metrics, known = content["metrics"], content.get("checkpoint")
-    others = [it for name, result in metrics.items() if name != "ppl" for it in _list(result)]
-    if not isinstance(known, str) or not all(isinstance(it, dict) for it in [metrics.get("ppl", {}), *others]):
-        raise ValueError(f"{path}: not an evaluation as `elastic evaluate` writes it")
+    metrics = content["metrics"]
+    _check(_Evaluation, content, path, "an evaluation as `elastic evaluate` writes it")
     for protocol, result in metrics.get("ppl", {}).items():
         sound = isinstance(result, dict) and isinstance(result.get("protocol"), str)
         sound = sound and isinstance(result.get("by_block"), list)
@@ -191,6 +233,29 @@ def _check_evaluation(content: dict[str, Any], path: Path) -> None:
             raise ValueError(
                 f"{path}: the perplexity by {protocol} lacks its protocol or blocks, or holds what is no number"
             )
+
+
+def _check(kind: Any, content: dict[str, Any], path: Path, what: str) -> None:
+    """Refuse content of another shape than `kind`; says where the first difference is."""
+    try:
+        TypeAdapter(kind).validate_python(content, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(key)[:40] for key in first["loc"])
+        raise ValueError(f"{path}: not {what} ({place}: {first['msg'].lower()})") from None
+
+
+def _check_depth(content: Any, path: Path) -> None:
+    """Refuse nesting so deep that whatever walks through it would fail."""
+    level, depth = [content], 0
+    while level := [it for part in level for it in _parts(part)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError(f"{path}: nested deeper than {DEEPEST}")
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _list(value: Any) -> list[Any]:

@@ -36,7 +36,7 @@ def render(template: str, scripts: tuple[str, ...], data: Any, *, live: bool = F
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return templates.get_template(template).render(
+    page = templates.get_template(template).render(
         policy="; ".join(f"{name} {value}" for name, value in policy.items()),
         styles=[Markup(style) for style in styles],
         scripts=[Markup(script) for script in code],
@@ -44,6 +44,7 @@ def render(template: str, scripts: tuple[str, ...], data: Any, *, live: bool = F
         data=Markup(embedded_json(data)),
         **content,
     )
+    return page.encode(errors="replace").decode()  # JSON may hold halves of characters
 
 
 def embedded_json(data: Any) -> str:

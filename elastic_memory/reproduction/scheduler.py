@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from elastic_memory.training.interrupts import unless_ignored
 from elastic_memory.training.session import tell
 
 GRACE = 60.0  # seconds to save a checkpoint
@@ -48,7 +49,7 @@ class Scheduler:
     def run(self) -> None:
         """Run until everything is done or time is up; leaves no process behind."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        ended = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        ended = [signal.SIGTERM, *unless_ignored(signal.SIGHUP, signal.SIGINT)]
         handlers = {number: signal.signal(number, _interrupt) for number in ended}
         try:
             while self.running or self.waiting:
@@ -107,6 +108,11 @@ class Scheduler:
             if code == 0:
                 self.done.append(task.name)
                 tell(f"finished {task.name} in {seconds:.0f} s")
+            elif self.running and "out of memory" in self._last_line(task).lower():
+                # Neighbours held the rest of the device: try again when one of them has ended.
+                self.parallel = len(self.running)
+                self.waiting.insert(0, task)
+                tell(f"{task.name} needs more memory than its neighbours leave: now at most {self.parallel} jobs")
             else:
                 self.failed.append(task.name)
                 tell(f"failed {task.name} (exit {code}): {self._last_line(task)}")

@@ -17,6 +17,12 @@ NOTES = {
     "id2label", "initializer_range", "label2id", "memory_defaults", "pad_token_id", "pretraining_tp",
     "problem_type", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
+# Settings of a memory, some of which were given and some left to a default; those in effect count instead.
+GIVEN = {
+    "elastic_memory", "memory", "memory_layers", "memory_options", "memory_order", "memory_points", "sampling",
+    "sampling_options",
+}  # fmt: skip
+IN_EFFECT = "memory."  # how the names of those begin
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 _hashed: WeakKeyDictionary[nn.Module, tuple[list[Any], str]] = WeakKeyDictionary()
@@ -30,9 +36,25 @@ def fingerprint(model: Any) -> str:
 
 
 def settings(model: Any) -> dict[str, Any]:
-    """All that a model's function depends on besides its weights, as JSON."""
-    kept = {name: value for name, value in model.config.to_diff_dict().items() if name not in NOTES}
-    return json.loads(json.dumps(kept, default=str))
+    """All that a model's function depends on besides its weights, as JSON; of memories the options in effect."""
+    kept = given(model)
+    if not hasattr(model, "memories"):
+        return kept
+    memories, locality = model.memories, model.base_model.layers[0].locality
+    effect = {"layers": list(memories), "block_size": locality.block_size, "local_attention": locality.kind}
+    for memory in list(memories.values())[:1]:  # all are of one kind and have the same options
+        effect |= {"kind": type(memory).__name__} | memory.built_with
+    kept = {name: value for name, value in kept.items() if name not in GIVEN}
+    return kept | {f"{IN_EFFECT}{name}": value for name, value in _json(effect).items()}
+
+
+def given(model: Any) -> dict[str, Any]:
+    """The settings of a model's configuration, as JSON, without those that a default stands for."""
+    return _json({name: value for name, value in model.config.to_diff_dict().items() if name not in NOTES})
+
+
+def _json(values: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(values, default=str))
 
 
 def weights_hash(model: nn.Module) -> str:

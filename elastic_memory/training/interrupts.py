@@ -7,8 +7,12 @@ import time
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PAUSE = 1.0  # seconds; a launcher repeats the signal that the terminal already delivered: both count as one
+
+
+def unless_ignored(*numbers: int) -> list[int]:
+    """The signals that were not ignored when the process began: nohup and background jobs keep what they asked for."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Interrupts:
@@ -33,7 +37,8 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         self.previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self.previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+            numbers = [signal.SIGTERM, *unless_ignored(signal.SIGINT)]
+            self.previous = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:

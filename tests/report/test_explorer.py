@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import socket
+import struct
 import sys
 import threading
 import urllib.error
@@ -21,6 +23,7 @@ from elastic_memory.memory import MEMORIES
 from elastic_memory.report import attention_view, explorer
 from elastic_memory.report.explorer_server import Server
 from elastic_memory.sampling import SAMPLINGS
+from tests.memory.cases import with_gains
 
 TEXT = "In the beginning was the word </script><script>alert(1)</script> & naïve café 漢字. " * 4
 BLOCK = 32
@@ -77,13 +80,19 @@ def test_tokens_put_together_are_the_text(document, bytes_tokenizer):
     assert explorer.texts_of(broken, bytes_tokenizer)[2] == "漢"
 
 
-@pytest.mark.parametrize("memory", [name for name in MEMORIES if name != "none"])
+SCORED = {"mass": True, "query": "raw", "silent": True}
+
+
+@pytest.mark.parametrize(
+    ("memory", "options"), [*((name, {}) for name in MEMORIES if name != "none"), ("elastic", SCORED)]
+)
 @pytest.mark.parametrize("local", ["block", "sliding"])
-def test_attention_is_what_the_layer_computes(memory, local, monkeypatch):
+def test_attention_is_what_the_layer_computes(memory, options, local, monkeypatch):
     """Weights times values are what enters the output projection, in every block."""
     if local == "sliding" and MEMORIES[memory].no_sliding:
         pytest.skip("undefined")
-    model, ids = tiny(memory, local_attention=local), torch.randint(256, (3 * BLOCK + 5,))
+    model, ids = tiny(memory, local_attention=local, memory_options=options), torch.randint(256, (3 * BLOCK + 5,))
+    with_gains(model)
     layers = {id(model.base_model.layers[i]): i for i, one in model.memories.items() if one.shares_softmax}
     mixed, values, before, caches = {}, {}, {}, []
     for index in layers.values():
@@ -101,7 +110,8 @@ def test_attention_is_what_the_layer_computes(memory, local, monkeypatch):
         all_values = torch.cat([*parts, own], dim=1).repeat_interleave(len(weights) // len(own), dim=0)
         output = (weights @ all_values).transpose(0, 1).flatten(1)
         torch.testing.assert_close(output, mixed[index], atol=1e-5, rtol=1e-4)
-        before[index] = own
+        if local == "sliding":
+            before[index] = torch.cat((before.get(index, own[:, :0]), own), dim=1)[:, -layer.window :]
         return weights
 
     monkeypatch.setattr(attention_view, "attention", checked)
@@ -206,11 +216,22 @@ def test_the_page_knows_every_sampling():
         assert re.search(rf"^    {name}:", found, re.MULTILINE), f"hippo.js does not know {name}"
 
 
+FAILURES = {
+    "memory": RuntimeError("CUDA out of\nmemory"),
+    "key": KeyError("layer"),
+    "room": MemoryError(),
+    "disk": ZeroDivisionError("by zero"),
+    "os": OSError("no such device"),
+}
+
+
 @pytest.fixture
 def server():
     def read(text):
         if not text:
             raise ValueError("nothing to read")
+        if text in FAILURES:
+            raise FAILURES[text]
         return [{"name": text}]
 
     serving = Server("<!doctype html>the page", read)
@@ -244,6 +265,24 @@ def test_a_server_reads_text_for_its_own_page_alone(server):
         status, told = ask(server, "read", data)
         assert status == 400 and json.loads(told)["error"]
     assert ask(server, "elsewhere", b"{}")[0] == 400
+
+
+@pytest.mark.parametrize("text", FAILURES)
+def test_whatever_fails_is_answered_in_one_line_and_the_server_goes_on(server, text, capfd):
+    status, told = ask(server, "read", json.dumps({"text": text}).encode())
+    said = json.loads(told)["error"]
+    assert status == 500 and type(FAILURES[text]).__name__ in said and "\n" not in said
+    assert ask(server, "read", b'{"text": "a"}')[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_a_browser_that_leaves_is_no_traceback(server, capfd):
+    for content in (b"POST /read HTTP/1.1\r\nContent-Length: 100\r\n\r\n{", b"nonsense\r\n\r\n", b""):
+        with socket.create_connection(server.server.server_address) as connection:
+            connection.sendall(content)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends by a reset
+    assert ask(server, "read", b'{"text": "a"}')[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken(server):

@@ -2,14 +2,16 @@
 
 import copy
 import hashlib
+from inspect import signature
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import elastic_memory as em
 from elastic_memory.streaming import fingerprint as fingerprints
+from elastic_memory.streaming import memory_file
 from elastic_memory.streaming.fingerprint import fingerprint
 from tests.conftest import small_model
 
@@ -42,7 +44,7 @@ def test_equal_weights_with_other_settings_are_another_model(name):
 
 @pytest.mark.parametrize(
     "memory, options",
-    [("infini", {"update": "linear"}), ("infini", {"memory_norm": "none"}), ("memorizing", {"positions": "full"})],
+    [("infini", {"update": "linear"}), ("infini", {"memory_norm": "qk"}), ("memorizing", {"positions": "full"})],
 )
 def test_options_of_a_memory_count(memory, options, ids, tmp_path):
     one, other = small_model(memory), small_model(memory, memory_options=options)
@@ -51,9 +53,51 @@ def test_options_of_a_memory_count(memory, options, ids, tmp_path):
     cache = em.MemoryCache(one)
     one(ids, past_key_values=cache)
     cache.save(tmp_path / "memory")
-    with pytest.raises(ValueError, match=f"other settings: memory_options: None there, {options} here"):
+    ((name, value),) = options.items()
+    before = signature(type(next(iter(one.memories.values()))).__init__).parameters[name].default
+    with pytest.raises(ValueError, match=f"other settings: memory.{name}: {before} there, {value} here"):
         em.MemoryCache.load(tmp_path / "memory", other)
     assert em.MemoryCache.load(tmp_path / "memory", other, force=True).clock == [45, 45]
+
+
+def attached(**settings):
+    return em.attach_memory(llama(pad_token_id=0), memory="infini", block_size=8, **settings).eval()
+
+
+@pytest.mark.parametrize("make", [lambda **options: small_model("infini", memory_options=options), attached])
+def test_what_counts_is_the_options_in_effect(make, ids, tmp_path, monkeypatch):
+    """A model keeps its options when a later version has other defaults, and so it keeps its memory files."""
+    one, said = make(), make(memory_norm="none")
+    said.load_state_dict(one.state_dict())
+    assert fingerprint(one) == fingerprint(said), "given or left to the default: the same model"
+    one.save_pretrained(tmp_path / "model")
+    cache = em.MemoryCache(one)
+    one(ids, past_key_values=cache)
+    cache.save(tmp_path / "memory")
+    kind = type(next(iter(one.memories.values())))
+    monkeypatch.setattr(kind.__init__, "__kwdefaults__", kind.__init__.__kwdefaults__ | {"memory_norm": "output"})
+    later = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    later = em.attach_memory(later) if make is attached else later
+    assert em.MemoryCache.load(tmp_path / "memory", later).clock == cache.clock
+    assert fingerprint(later) == fingerprint(one)
+    changed = make()  # and nothing of its configuration says so
+    changed.load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match=r"memory.memory_norm: none there, output here"):
+        em.MemoryCache.load(tmp_path / "memory", changed)
+
+
+def test_a_file_of_earlier_versions_is_compared_by_what_was_given(ids, tmp_path, monkeypatch):
+    one = small_model("infini")
+    cache = em.MemoryCache(one)
+    one(ids, past_key_values=cache)
+    monkeypatch.setattr(memory_file, "settings", fingerprints.given)
+    cache.save(tmp_path / "memory")
+    monkeypatch.undo()
+    assert em.MemoryCache.load(tmp_path / "memory", one).clock == cache.clock
+    other = small_model("infini", memory_options={"update": "linear"})
+    other.load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match=r"other settings: memory_options: None there, {'update': 'linear'} here"):
+        em.MemoryCache.load(tmp_path / "memory", other)
 
 
 @pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps", "hidden_act", "sampling"])
@@ -63,7 +107,7 @@ def test_a_memory_file_of_other_settings_is_refused(name, model, ids, tmp_path):
     cache.save(tmp_path / "memory")
     other = small_model(**OTHERS[name])
     other.load_state_dict(model.state_dict())
-    with pytest.raises(ValueError, match=r"other settings: (rope_parameters|rms_norm_eps|hidden_act|sampling)"):
+    with pytest.raises(ValueError, match=r"other settings: (rope_parameters|rms_norm_eps|hidden_act|memory.sampling)"):
         em.MemoryCache.load(tmp_path / "memory", other)
 
 

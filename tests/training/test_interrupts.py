@@ -42,3 +42,19 @@ def test_afterwards_signals_are_what_they_were():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
     assert noted.exit_code == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_that_was_ignored_from_the_start_stays_ignored():
+    """As in a background job of a shell without job control, or under a launcher; SIGTERM still asks for an end."""
+
+    def in_background():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with Interrupts() as noted:
+            os.kill(os.getpid(), signal.SIGINT)
+            ignored = noted.pending == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            if not (ignored and noted.pending == signal.SIGTERM):
+                os._exit(1)
+        os._exit(2 if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else 0)
+
+    assert child(in_background) == 0
