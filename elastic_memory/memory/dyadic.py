@@ -99,7 +99,7 @@ class DyadicMemory(LinearMemory):
     Each segment is a polynomial with an equal share of `order`, rounded down. There are one or two segments of each
     length, and the oldest is all the rest. They are the best polynomials for their tokens: joining two loses nothing.
     `segments`: how many fit; `unit`: tokens of the shortest. `points` are shared by the segments; none has
-    more of them than tokens.
+    more of them than tokens. `query`: rotated or raw, as for elastic memory.
     """
 
     info = MemoryInfo(
@@ -118,6 +118,7 @@ class DyadicMemory(LinearMemory):
         sampling_options: dict[str, float] | None = None,
         segments: int = 18,
         unit: int = 32,
+        query: str = "rotated",
         detach_every: int | None = None,
     ):
         if segments < 1 or unit < 1:
@@ -129,6 +130,7 @@ class DyadicMemory(LinearMemory):
             points=points,
             sampling=sampling,
             sampling_options=sampling_options,
+            query=query,
             detach_every=detach_every,
         )
         self.rule = self.make_rule()

@@ -9,7 +9,7 @@ from elastic_memory import hippo
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.linear import plan_of, reader_of, states
-from elastic_memory.memory.tools import full_precision, static, wide
+from elastic_memory.memory.tools import full_precision, one_of, static, wide
 from elastic_memory.operators import Step
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -41,7 +41,8 @@ class OutliersMemory(ParallelMemory):
 
     When a block has been written, the novelty of each of its tokens is how far its key is from what the polynomial
     gives back there, squared, relative to the mean of its block. Each head keeps the tokens of largest novelty of the
-    whole history, with their values, without positions. The polynomial holds all tokens, these too.
+    whole history, with their values, without positions. The polynomial holds all tokens, these too. `query`: rotated
+    or raw, as for elastic memory.
     """
 
     info = MemoryInfo(
@@ -61,6 +62,7 @@ class OutliersMemory(ParallelMemory):
         points: int = 512,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
+        query: str = "rotated",
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
@@ -75,6 +77,7 @@ class OutliersMemory(ParallelMemory):
             sampling_options=sampling_options,
             detach_every=detach_every,
         )
+        self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
         self._settle()
 
     def _settle(self) -> None:

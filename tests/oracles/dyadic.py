@@ -5,7 +5,8 @@ import torch
 
 from elastic_memory.sampling import sample_points
 from tests.oracles import hippo
-from tests.oracles.parts import attend, causal, local
+from tests.oracles.elastic import both
+from tests.oracles.parts import local
 
 
 def intervals(rule, now):
@@ -66,9 +67,8 @@ def layer(layer, x, memory):
         if start == 0:
             mixed = local(layer, query, key, value)
         else:
-            read, here = reading(memory.rule, start), range(len(block))
-            keys = torch.cat((read @ all_keys[:, :start], layer.rope(key, here)), dim=1)
-            values = torch.cat((read @ all_values[:, :start], value), dim=1)
-            mixed = attend(layer.rope(query, here), keys, values, causal(len(block), len(read)))
+            read = reading(memory.rule, start)
+            remembered = read @ all_keys[:, :start], read @ all_values[:, :start]
+            mixed = both(layer, memory, query, remembered, (key, value))
         outputs.append(layer.finish(block, mixed))
     return torch.cat(outputs)
