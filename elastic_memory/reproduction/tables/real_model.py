@@ -112,9 +112,9 @@ def make(study: Study, tier: str) -> tuple[Table, list[dict[str, Any]]]:
             for row in rows
         ],
         note=f"Sliding attention over {plan.window:,} tokens in all layers, memory in one; {plan.tokens / 1e6:g}M "
-        f"tokens of fine-tuning on rows of {plan.length:,}, the same for all; {plan.rows} rows of the test split. In brackets "
-        "the 95% interval over documents of the paired difference. The first window is a control: nothing is in memory "
-        "there. Not a table of the paper.",
+        f"tokens of fine-tuning on rows of {plan.length:,}, the same for all; {plan.rows} rows of the test split. In "
+        "brackets the 95% interval over documents of the paired difference. The first window is a control: nothing is "
+        "in memory there. Not a table of the paper.",
     )  # fmt: skip
     return table, rows
 
