@@ -36,7 +36,7 @@ VARIANTS = {
     "recent": [dict(share=0.2)],
     "means": [dict(sinks=0, query="raw")],
     "clock": [dict(shortest=3, longest=14, query="raw")],
-    "dyadic": [dict(segments=4, unit=3, query="raw")],
+    "dyadic": [dict(segments=4, unit=3, query="raw"), dict(segments=5, unit=2, mass=True)],
     "outliers": [dict(share=0.2, query="raw")],
 }
 # Gates that start nearly closed would hide from a test what memory does.
