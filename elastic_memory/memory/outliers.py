@@ -102,7 +102,7 @@ class OutliersMemory(ParallelMemory):
         rule = self.rule._replace(tokens=block.key.shape[2])
         reader = reader_of(rule, seen + rule.tokens, str(block.key.device), torch.float32)
         novelty = torch.cat((state[4], _novelty(block.key, reader @ coefficients[0])), dim=2)
-        novelty, index = novelty.topk(self.raw)
+        novelty, index = _most(novelty, self.raw)
         raw = [torch.cat((a, b.float()), dim=2) for a, b in zip(state[2:4], block[:2], strict=True)]
         return (*coefficients, *(_take(part, index) for part in raw), novelty)
 
@@ -114,7 +114,7 @@ class OutliersMemory(ParallelMemory):
         novelty = self._novelty_of_all(key)
         for block, polynomial in enumerate(self.elastic.read_all(key, value, host), 1):
             seen = block * size
-            index = novelty[:, :, :seen].topk(min(self.raw, seen)).indices
+            index = _most(novelty[:, :, :seen], self.raw)[1]
             readings.append(_beside(polynomial, [_take(self.history(x, block), index) for x in (key, value)]))
         return readings
 
@@ -151,6 +151,14 @@ def _novelty(
     """
     distance = (wide(key) - given).square().sum(3)
     return distance / distance.mean(2, keepdim=True).clamp(min=1e-30)
+
+
+def _most(
+    novelty: Float[Tensor, "batch kv_head token"], count: int
+) -> tuple[Float[Tensor, "batch kv_head kept"], Int[Tensor, "batch kv_head kept"]]:
+    """The largest, and where they are; of equals the older, so that a stream keeps what a sample does."""
+    values, index = novelty.sort(dim=2, descending=True, stable=True)
+    return values[:, :, :count], index[:, :, :count]
 
 
 def _take(part: Tensor, index: Int[Tensor, "batch kv_head kept"]) -> Tensor:
