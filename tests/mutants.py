@@ -244,6 +244,25 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("elastic_memory/model/attach.py", "tests/memory/test_silent.py"): [
         ("if again and silent not in (None, had):", "if False:", "saved or restored"),
     ],
+    ("elastic_memory/memory/means.py", "tests/memory/test_means.py"): [
+        ("if not 0 <= sinks < order:", "if False:", "refused"),
+        ("slots.key[:, :, self.sinks :]).argmax(-1) + self.sinks", "slots.key).argmax(-1)", "oracle"),
+        ("gate = gate.scatter(2, index, 0)", "pass", "oracle"),
+    ],
+    ("elastic_memory/memory/clock.py", "tests/memory/test_clock.py"): [
+        ("if not 1 <= shortest <= longest:", "if False:", "refused"),
+        ("max(start - max(self.windows) - 1, 0)", "max(start - min(self.windows) - 1, 0)", "stop_changing"),
+        ("time.minimum(window).log()", "window.log()", "elastic_memory"),
+    ],
+    ("elastic_memory/memory/dyadic.py", "tests/memory/test_dyadic.py"): [
+        ("if segments < 1 or unit < 1:", "if False:", "refused"),
+        ("if order not in (None, self.bank.order):", "if False:", "settled"),
+        ("min(digit, room)", "digit", "tile"),
+    ],
+    ("elastic_memory/memory/outliers.py", "tests/memory/test_outliers.py"): [
+        ("if not 0 < self.raw < order:", "if False:", "idle"),
+        ("return distance / distance.mean(2, keepdim=True).clamp(min=1e-30)", "return distance", "oracle"),
+    ],
 }
 MUTANTS = [Mutant(*place, *change) for place, changes in GUARDS.items() for change in changes]
 

@@ -56,7 +56,7 @@ class ClockMemory(LinearMemory):
     So a head looks back over about w tokens, finely at the newest and coarsely beyond, for ever at one resolution.
     Until w tokens came, all have equal shares, as in elastic memory. `shortest` and `longest`: w of the first and the
     last head of keys; the others are spaced geometrically between them. The sample points lie in the domain: at equal
-    distances there, they are spaced geometrically in age.
+    distances there, they are spaced geometrically in age. `query`: rotated or raw, as for elastic memory.
     """
 
     info = MemoryInfo(
@@ -75,6 +75,7 @@ class ClockMemory(LinearMemory):
         sampling_options: dict[str, float] | None = None,
         shortest: int = 64,
         longest: int = 4096,
+        query: str = "rotated",
         detach_every: int | None = None,
     ):
         super().__init__(
@@ -83,6 +84,7 @@ class ClockMemory(LinearMemory):
             points=points,
             sampling=sampling,
             sampling_options=sampling_options,
+            query=query,
             detach_every=detach_every,
         )
         if not 1 <= shortest <= longest:

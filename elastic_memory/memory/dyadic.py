@@ -1,13 +1,16 @@
 """A bank of polynomials over segments of the history that double in length with age."""
 
+import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from elastic_memory import hippo, sampling
-from elastic_memory.memory.contract import Geometry, MemoryInfo
-from elastic_memory.memory.linear import LinearMemory, Rule
+from elastic_memory.memory.contract import Geometry, MemoryInfo, Reading
+from elastic_memory.memory.linear import LinearMemory
+from elastic_memory.memory.tools import static
 from elastic_memory.operators import Step, readers
 from elastic_memory.shapes import Float, Tensor
 
@@ -59,19 +62,30 @@ class Segments(NamedTuple):
                 projection[rows, new - start : right - start] = kernel
         return Step(transition, projection)
 
-    def reader(self, history: int) -> Float[Tensor, "column row"]:
-        """Every segment at its own sample points: equal numbers, but no more than it has tokens."""
-        parts, found, free = [], self.intervals(history), min(self.points, history)
+    def looks(self, history: int) -> list[Tensor]:
+        """Sample points of each segment: equal numbers, but no more than it has tokens."""
+        found, free, looks = self.intervals(history), min(self.points, history), []
         for row, (left, right) in enumerate(found):
             points = min(-(-free // (len(found) - row)), right - left)
-            if not points:
-                continue
-            looks = sampling.sample_points(self.sampling, points, right - left, **dict(self.options))
-            part = torch.zeros(points, self.order * self.segments, dtype=torch.float64)
+            if points:
+                looks.append(sampling.sample_points(self.sampling, points, right - left, **dict(self.options)))
+            free -= points
+        return looks
+
+    def reader(self, history: int) -> Float[Tensor, "column row"]:
+        """Every segment at its own sample points, newest first."""
+        parts = []
+        for row, looks in enumerate(self.looks(history)):
+            part = torch.zeros(len(looks), self.order * self.segments, dtype=torch.float64)
             part[:, self._rows(row)] = readers(self.order, looks[None], torch.device("cpu"))[0]
             parts.append(part)
-            free -= points
         return torch.cat(parts)
+
+    def log_mass(self, history: int) -> Float[Tensor, " column"]:
+        """The logarithm of the number of tokens that each sample point stands for."""
+        lengths = (right - left for left, right in self.intervals(history))
+        masses = [sampling.mass(*pair) for pair in zip(self.looks(history), lengths, strict=False)]
+        return torch.cat(masses).clamp_min(1e-6).log()  # points may coincide
 
     def _rows(self, segment: int) -> slice:
         return slice(segment * self.order, (segment + 1) * self.order)
@@ -82,6 +96,12 @@ def placed(order: int, first: int, last: int, length: int) -> Float[Tensor, "ord
 
     Behind the `first` tokens as the second part of a join, then before the rest as the beginning of a longer history.
     """
+    common = math.gcd(first, last, length)
+    return _placed(order, first // common, last // common, length // common)
+
+
+@lru_cache(maxsize=64)
+def _placed(order: int, first: int, last: int, length: int) -> Float[Tensor, "order order"]:
     return hippo.transition(order, last, length) @ hippo.joiners(order, first, last - first)[1]
 
 
@@ -90,8 +110,8 @@ class DyadicMemory(LinearMemory):
 
     Each segment is a polynomial with an equal share of `order`, rounded down. There are one or two segments of each
     length, and the oldest is all the rest. They are the best polynomials for their tokens: joining two loses nothing.
-    `segments`: how many fit; `unit`: tokens of the shortest. `points` are shared by the segments; none has
-    more of them than tokens.
+    `segments`: how many fit; `unit`: tokens of the shortest. `points` are shared by the segments; none has more of them
+    than tokens. `mass` and `query`: as for elastic memory.
     """
 
     info = MemoryInfo(
@@ -110,6 +130,8 @@ class DyadicMemory(LinearMemory):
         sampling_options: dict[str, float] | None = None,
         segments: int = 18,
         unit: int = 32,
+        mass: bool = False,
+        query: str = "rotated",
         detach_every: int | None = None,
     ):
         if segments < 1 or unit < 1:
@@ -121,14 +143,25 @@ class DyadicMemory(LinearMemory):
             points=points,
             sampling=sampling,
             sampling_options=sampling_options,
+            mass=mass,
+            query=query,
             detach_every=detach_every,
         )
         self.rule = self.make_rule()
 
-    def make_rule(self) -> Rule:
+    rule: Segments
+
+    def make_rule(self) -> Segments:
         """With an equal share of the coefficients for each segment."""
         bank, order = self.bank, self.bank.order // self.segments
         return Segments(order, self.segments, self.unit, bank.points, bank.sampling, bank.options)
+
+    def scored(self, reading: Reading, seen: int) -> Reading:
+        """The reading, with log m of each column if `mass` says so."""
+        if not self.adds_score:
+            return reading
+        score = _log_mass(self.rule, static(seen), str(reading[0].device))
+        return *reading, score[None, None, :, None].expand(len(reading[0]), 1, -1, 1)
 
     def set_retrieval(self, order: int | None = None, **changes: Any) -> None:  # type: ignore[override]
         """Read each segment with another sampling or number of points."""
@@ -137,3 +170,9 @@ class DyadicMemory(LinearMemory):
                 f"order {order}: the order of {self.segments} segments is settled when the memory is built"
             )
         super().set_retrieval(**changes)
+
+
+# A constant of the compiled graph: it depends on numbers, not on tensors.
+@torch.compiler.assume_constant_result
+def _log_mass(rule: Segments, seen: int, device: str) -> Float[Tensor, " column"]:
+    return rule.log_mass(seen).float().to(device)

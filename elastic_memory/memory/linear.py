@@ -58,7 +58,7 @@ class LinearMemory(ElasticMemory):
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """R C."""
         reader = reader_of(self.rule, seen, str(state[0].device), torch.float32)
-        return tuple(reader @ part for part in state)
+        return self.scored(tuple(reader @ part for part in state), seen)
 
     @full_precision
     def write(self, state: State, block: Block, seen: int) -> ElasticState:
@@ -86,7 +86,12 @@ class LinearMemory(ElasticMemory):
             entering = states(plan, signal.flatten(2).to(dtype), size, self.cut)
             readings = [reader @ state for reader, state in zip(plan.readers, entering, strict=True)]
         shape = signal.shape[2:]
-        return [tuple(one.to(key.dtype).unflatten(2, shape).permute(2, 3, 0, 1, 4).unbind(0)) for one in readings]
+        pairs = (tuple(one.to(key.dtype).unflatten(2, shape).permute(2, 3, 0, 1, 4).unbind(0)) for one in readings)
+        return [self.scored(pair, block * size) for block, pair in enumerate(pairs, 1)]
+
+    def scored(self, reading: Reading, seen: int) -> Reading:
+        """The reading; a memory that `adds_score` appends what it adds."""
+        return reading
 
 
 def states(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
-from elastic_memory.memory.tools import full_precision
+from elastic_memory.memory.tools import full_precision, one_of
 from elastic_memory.shapes import Float, Int, Tensor
 
 
@@ -25,7 +25,7 @@ class MeansMemory(ParallelMemory):
     While slots are empty, the tokens of a block that are least similar to any slot open new ones (of the first block,
     tokens at even distances). All others are added to the slot of largest cosine similarity, times a gate
     1 + elu(w k) per head and token. A slot is read as its direction, at the length that its first token had. No
-    positions. `sinks`: slots, the oldest, to which nothing is added.
+    positions. `sinks`: slots, the oldest, to which nothing is added. `query`: rotated or raw, as for elastic memory.
     """
 
     info = MemoryInfo(
@@ -36,13 +36,22 @@ class MeansMemory(ParallelMemory):
     shares_softmax = True
     no_join = "which slot a token is added to depends on all that came before"
 
-    def __init__(self, geometry: Geometry, *, order: int = 540, sinks: int = 1, detach_every: int | None = None):
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        order: int = 540,
+        sinks: int = 1,
+        query: str = "rotated",
+        detach_every: int | None = None,
+    ):
         super().__init__(geometry, detach_every=detach_every)
         if not 0 <= sinks < order:
             raise ValueError(
                 f"order {order} (memory_order) and sinks={sinks}: give more slots than sinks, and sinks >= 0"
             )
         self.order, self.sinks = order, sinks
+        self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
         self.weigh = nn.Parameter(torch.empty(geometry.kv_heads, geometry.features or geometry.head_dim))
         self.temperature = nn.Parameter(torch.empty(geometry.kv_heads))
         self.reset()

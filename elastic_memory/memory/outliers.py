@@ -9,7 +9,7 @@ from elastic_memory import hippo
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.linear import plan_of, reader_of, states
-from elastic_memory.memory.tools import full_precision, static, wide
+from elastic_memory.memory.tools import full_precision, one_of, static, wide
 from elastic_memory.operators import Step
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -41,7 +41,8 @@ class OutliersMemory(ParallelMemory):
 
     When a block has been written, the novelty of each of its tokens is how far its key is from what the polynomial
     gives back there, squared, relative to the mean of its block. Each head keeps the tokens of largest novelty of the
-    whole history, with their values, without positions. The polynomial holds all tokens, these too.
+    whole history, with their values, without positions. The polynomial holds all tokens, these too. `query`: rotated
+    or raw, as for elastic memory.
     """
 
     info = MemoryInfo(
@@ -61,6 +62,7 @@ class OutliersMemory(ParallelMemory):
         points: int = 512,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
+        query: str = "rotated",
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
@@ -75,6 +77,7 @@ class OutliersMemory(ParallelMemory):
             sampling_options=sampling_options,
             detach_every=detach_every,
         )
+        self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
         self._settle()
 
     def _settle(self) -> None:
@@ -99,7 +102,7 @@ class OutliersMemory(ParallelMemory):
         rule = self.rule._replace(tokens=block.key.shape[2])
         reader = reader_of(rule, seen + rule.tokens, str(block.key.device), torch.float32)
         novelty = torch.cat((state[4], _novelty(block.key, reader @ coefficients[0])), dim=2)
-        novelty, index = novelty.topk(self.raw)
+        novelty, index = _most(novelty, self.raw)
         raw = [torch.cat((a, b.float()), dim=2) for a, b in zip(state[2:4], block[:2], strict=True)]
         return (*coefficients, *(_take(part, index) for part in raw), novelty)
 
@@ -111,7 +114,7 @@ class OutliersMemory(ParallelMemory):
         novelty = self._novelty_of_all(key)
         for block, polynomial in enumerate(self.elastic.read_all(key, value, host), 1):
             seen = block * size
-            index = novelty[:, :, :seen].topk(min(self.raw, seen)).indices
+            index = _most(novelty[:, :, :seen], self.raw)[1]
             readings.append(_beside(polynomial, [_take(self.history(x, block), index) for x in (key, value)]))
         return readings
 
@@ -148,6 +151,14 @@ def _novelty(
     """
     distance = (wide(key) - given).square().sum(3)
     return distance / distance.mean(2, keepdim=True).clamp(min=1e-30)
+
+
+def _most(
+    novelty: Float[Tensor, "batch kv_head token"], count: int
+) -> tuple[Float[Tensor, "batch kv_head kept"], Int[Tensor, "batch kv_head kept"]]:
+    """The largest, and where they are; of equals the older, so that a stream keeps what a sample does."""
+    values, index = novelty.sort(dim=2, descending=True, stable=True)
+    return values[:, :, :count], index[:, :, :count]
 
 
 def _take(part: Tensor, index: Int[Tensor, "batch kv_head kept"]) -> Tensor:

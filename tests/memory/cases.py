@@ -35,10 +35,10 @@ VARIANTS = {
     "melodi": [dict(first_block="zeros"), dict(silent=True)],
     "sampled": [dict(query="raw", mass=True)],
     "recent": [dict(share=0.2)],
-    "means": [dict(sinks=0)],
-    "clock": [dict(shortest=3, longest=14)],
-    "dyadic": [dict(segments=4, unit=3)],
-    "outliers": [dict(share=0.2)],
+    "means": [dict(sinks=0, query="raw")],
+    "clock": [dict(shortest=3, longest=14, query="raw")],
+    "dyadic": [dict(segments=4, unit=3, query="raw"), dict(segments=5, unit=2, mass=True)],
+    "outliers": [dict(share=0.2, query="raw")],
 }
 # Gates that start nearly closed would hide from a test what memory does.
 OPEN = {"infini": dict(first_gate=0.0)}

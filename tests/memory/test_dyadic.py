@@ -41,7 +41,9 @@ def test_the_state_of_any_split_is_the_oracle(sizes, count, unit):
         step = some.step(seen, seen + len(block))
         state, seen = step.transition @ state + step.projection @ block, seen + len(block)
     torch.testing.assert_close(state, torch.tensor(oracle.state(some, signal.numpy())), atol=1e-11, rtol=0)
-    weights = oracle.reading(some, seen)
+    weights, masses = oracle.reading(some, seen)
+    torch.testing.assert_close(some.log_mass(seen).exp(), masses)
+    assert sum(masses) == pytest.approx(seen)
     assert len(weights) == min(some.points, seen)
     torch.testing.assert_close(some.reader(seen) @ state, weights @ signal, atol=1e-10, rtol=0)
 

@@ -7,7 +7,8 @@ import torch
 
 from elastic_memory.sampling import sample_points
 from tests.oracles import hippo
-from tests.oracles.parts import attend, causal, local
+from tests.oracles.elastic import both
+from tests.oracles.parts import local
 
 
 def edges(window, tokens):
@@ -42,9 +43,7 @@ def layer(layer, x, memory):
             mixed = local(layer, query, key, value)
         else:
             read = torch.stack([reading(memory, head // group, start) for head in range(len(key))])
-            here = range(len(block))
-            keys = torch.cat((read @ all_keys[:, :start], layer.rope(key, here)), dim=1)
-            values = torch.cat((read @ all_values[:, :start], value), dim=1)
-            mixed = attend(layer.rope(query, here), keys, values, causal(len(block), read.shape[1]))
+            remembered = read @ all_keys[:, :start], read @ all_values[:, :start]
+            mixed = both(layer, memory, query, remembered, (key, value))
         outputs.append(layer.finish(block, mixed))
     return torch.cat(outputs)

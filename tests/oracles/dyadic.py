@@ -5,7 +5,8 @@ import torch
 
 from elastic_memory.sampling import sample_points
 from tests.oracles import hippo
-from tests.oracles.parts import attend, causal, local
+from tests.oracles.elastic import both, tokens_of
+from tests.oracles.parts import local
 
 
 def intervals(rule, now):
@@ -43,8 +44,8 @@ def state(rule, signal):
 
 
 def reading(rule, tokens):
-    """What a block that so many tokens came before reads, as weights of these tokens."""
-    rows, found = [], intervals(rule, tokens)
+    """What a block that so many tokens came before reads, as weights of these tokens; and how many each stands for."""
+    rows, masses, found = [], [], intervals(rule, tokens)
     points = [0] * len(found)
     for _ in range(min(rule.points, tokens)):  # one at a time to the segment with fewest, the newest first
         free = [i for i, (first, end) in enumerate(found) if points[i] < end - first]
@@ -54,7 +55,8 @@ def reading(rule, tokens):
             looks = sample_points(rule.sampling, count, end - first, **dict(rule.options)).numpy()
             weights = hippo.read(rule.order, looks) @ hippo.kernel(rule.order, 0, end - first, end - first)
             rows.append(np.pad(weights, ((0, 0), (first, tokens - end))))
-    return torch.tensor(np.concatenate(rows))
+            masses.append(tokens_of(looks.tolist(), end - first))
+    return torch.tensor(np.concatenate(rows)), torch.cat(masses)
 
 
 def layer(layer, x, memory):
@@ -66,9 +68,8 @@ def layer(layer, x, memory):
         if start == 0:
             mixed = local(layer, query, key, value)
         else:
-            read, here = reading(memory.rule, start), range(len(block))
-            keys = torch.cat((read @ all_keys[:, :start], layer.rope(key, here)), dim=1)
-            values = torch.cat((read @ all_values[:, :start], value), dim=1)
-            mixed = attend(layer.rope(query, here), keys, values, causal(len(block), len(read)))
+            read, mass = reading(memory.rule, start)
+            remembered = read @ all_keys[:, :start], read @ all_values[:, :start]
+            mixed = both(layer, memory, query, remembered, (key, value), mass if memory.adds_score else None)
         outputs.append(layer.finish(block, mixed))
     return torch.cat(outputs)

@@ -2,7 +2,8 @@
 
 import torch
 
-from tests.oracles.parts import attend, causal, local
+from tests.oracles.elastic import both
+from tests.oracles.parts import local
 
 
 def layer(layer, x, memory):
@@ -15,15 +16,12 @@ def layer(layer, x, memory):
         if start == 0:
             mixed = local(layer, query, key, value)
         else:
-            here = range(len(block))
             columns = [
                 torch.stack([torch.stack([slot[part] for slot in head]) for head in map(read, slots)])
                 for part in range(2)
             ]
             columns[0] = columns[0] * temperature.repeat_interleave(group)[:, None, None]
-            keys = torch.cat((columns[0], layer.rope(key, here)), dim=1)
-            values = torch.cat((columns[1], value), dim=1)
-            mixed = attend(layer.rope(query, here), keys, values, causal(len(block), columns[0].shape[1]))
+            mixed = both(layer, memory, query, columns, (key, value))
         outputs.append(layer.finish(block, mixed))
         slots = slots or [[] for _ in key]
         for head, held in enumerate(slots):

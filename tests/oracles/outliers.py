@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from tests.oracles import hippo
-from tests.oracles.parts import attend, causal, local
+from tests.oracles.elastic import both
+from tests.oracles.parts import local
 
 
 def novelty(order, keys, sizes):
@@ -36,7 +37,7 @@ def layer(layer, x, memory):
         if start == 0:
             mixed = local(layer, query, key, value)
         else:
-            looks, here = bank.sample_points(start).numpy(), range(len(block))
+            looks = bank.sample_points(start).numpy()
             read = torch.tensor(hippo.read(bank.order, looks) @ hippo.kernel(bank.order, 0, start, start))
             sizes = [size] * (start // size)
             kept = [most(bank.order, memory.raw, one[:start].detach().numpy(), sizes) for one in all_keys]
@@ -44,8 +45,8 @@ def layer(layer, x, memory):
                 torch.stack([one[index] for one, index in zip(signal, kept, strict=True)])
                 for signal in (all_keys, all_values)
             )
-            keys = torch.cat((read @ all_keys[:, :start], raw_keys, layer.rope(key, here)), dim=1)
-            values = torch.cat((read @ all_values[:, :start], raw_values, value), dim=1)
-            mixed = attend(layer.rope(query, here), keys, values, causal(len(block), keys.shape[1] - len(block)))
+            keys = torch.cat((read @ all_keys[:, :start], raw_keys), dim=1)
+            values = torch.cat((read @ all_values[:, :start], raw_values), dim=1)
+            mixed = both(layer, memory, query, (keys, values), (key, value))
         outputs.append(layer.finish(block, mixed))
     return torch.cat(outputs)
