@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32768, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=3, help="training steps, or texts decoded, between two looks")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--kinds", nargs="+", default=["generate", "decoding", "training"])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--at-once", type=int, default=3, help="models that are on the device together")
     parser.add_argument("--commits", nargs=2, default=["", ""], metavar=("BEFORE", "AFTER"))
@@ -155,6 +156,8 @@ def main() -> None:
     groups = [arguments.models[i : i + arguments.at_once] for i in range(0, len(arguments.models), arguments.at_once)]
     decoding = [("generate", ["elastic 1x"]), ("decoding", ["elastic 1x"])]
     for kind, names in [*decoding, *(("training", group) for group in groups)]:
+        if kind not in arguments.kinds:
+            continue
         rows += compare(kind, names, arguments)
         sys.path.insert(0, str(arguments.after))
         from elastic_memory.common.environment import environment

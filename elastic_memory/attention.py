@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from elastic_memory.common.speedups import find
-from elastic_memory.shapes import Bool, Float, Tensor
+from elastic_memory.shapes import Bool, Float, Int, Tensor
 
 fast = find("attention")
 
@@ -108,10 +108,52 @@ class _OneGradientLayout(torch.autograd.Function):
         return gradient.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def with_features(
+    query: Float[Tensor, "batch head query dim"],
+    key: Float[Tensor, "batch kv_head column dim"],
+    scale: float,
+    gain: Float[Tensor, "*row head"] | None = None,
+    score: Float[Tensor, "batch 1 column 1"] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Both with further features, by which attention adds log |gain| and `score` to the scores. No mask is needed."""
+    queries, keys = [query], [key]
+    if gain is not None:
+        # Not zero: a gain in float16 may be, and minus infinity times zero is not a number.
+        loudness = gain.abs().to(torch.promote_types(gain.dtype, torch.float32)).clamp_min(1e-30).log()
+        queries.append((loudness[..., None, None] / scale).expand(*query.shape[:3], 1).to(query.dtype))
+        keys.append(key.new_ones(1).expand(*key.shape[:3], 1))
+    if score is not None:
+        queries.append(query.new_full((1,), 1 / scale).expand(*query.shape[:3], 1))
+        keys.append(score.to(key.dtype).expand(*key.shape[:3], 1))
+    return torch.cat(queries, dim=-1), torch.cat(keys, dim=-1)
+
+
+def multiple_of_8(*tensors: Float[Tensor, "batch head token _"]) -> list[Tensor]:
+    """With zeros for features up to the largest and a multiple of 8, which the fastest attention kernels need."""
+    dim = -(-max(x.shape[-1] for x in tensors) // 8) * 8
+    return [F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
+
+
 def window_mask(queries: int, before: int, window: int, device: torch.device) -> Bool[Tensor, "query key"]:
     """Which of `before + queries` keys the last `queries` of them see: the newest `window`, itself included."""
     distance = (before + torch.arange(queries, device=device))[:, None] - torch.arange(before + queries, device=device)
     return (distance >= 0) & (distance < window)
+
+
+def column_mask(
+    positions: Int[Tensor, "row token"],
+    local: Int[Tensor, " column"],
+    remembered: Bool[Tensor, "row memory"],
+    seen: Int[Tensor, "row 1"],
+    window: int | None,
+) -> Bool[Tensor, "row 1 token all"]:
+    """Which columns each token sees. `local`: positions in the open block and before it, where there are `seen`."""
+    query = positions[:, :, None]
+    visible = (local <= query) & (local >= -seen[:, :, None])
+    if window is not None:
+        visible = visible & (query - local < window)
+    front = remembered[:, None].expand(-1, positions.shape[1], -1)
+    return torch.cat((front, visible), dim=2).unsqueeze(1)
 
 
 def used_twice(x: Float[Tensor, "batch head token dim"]) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from elastic_memory.commands.options import Command
 COMMANDS = {
     "demo": "See the memory at work on this machine, in a few minutes.",
     "prepare": "Tokenize a corpus into rows of one length.",
-    "train": "Train the model of a recipe; resume an interrupted run.",
+    "attach": "Give a pretrained model a memory, to fine-tune it.",
+    "train": "Train the model of a recipe, or fine-tune one; resume a run.",
     "evaluate": "Measure a model: perplexity, LongPPL, probes of its memory.",
     "generate": "Continue a text of any length; keep its memory in a file.",
     "memory": "Read texts into memory files; join and inspect them.",

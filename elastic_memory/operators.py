@@ -173,6 +173,10 @@ class Bank:
             "recurrent": 2 * width * (carried + read * self.order * (block_size + self.points)),
         }
 
+    def log_mass(self, history: int, device: Any) -> Float[Tensor, " point"]:
+        """The logarithm of the number of tokens that each point or cell of a history stands for."""
+        return _log_mass(self, history, torch.device(device))
+
     def sample_points(self, history: int) -> Tensor:
         """Where this bank looks in a history of that many tokens: points [points] or cells [points, 2]."""
         return sampling.sample_points(self.sampling, self.points, history, **dict(self.options))
@@ -219,7 +223,14 @@ def _reconstructions(
 ) -> Float[Tensor, "history point order"]:
     """What reads the history that ends with each block, the first of which begins at token `offset`."""
     points = torch.stack([bank.sample_points(offset + (block + 1) * every) for block in range(first, first + count)])
-    return _readers(bank.order, points, device).to(dtype).contiguous()
+    return readers(bank.order, points, device).to(dtype).contiguous()
+
+
+@lru_cache(maxsize=16 * CACHED)
+@_constant
+def _log_mass(bank: Bank, history: int, device: torch.device) -> Float[Tensor, " point"]:
+    tokens = sampling.mass(bank.sample_points(history), history)
+    return tokens.clamp_min(1e-6).log().float().to(device)  # points may coincide
 
 
 @lru_cache(maxsize=CACHED)
@@ -241,7 +252,7 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
     points = [bank.sample_points(size * block) for block in read]
     if all(torch.equal(points[0], other) for other in points[1:]):
         points = points[:1]
-    reconstructions = _readers(order, torch.stack(points), device).to(dtype).contiguous()
+    reconstructions = readers(order, torch.stack(points), device).to(dtype).contiguous()
     return Recurrent(transitions, projections, reconstructions)
 
 
@@ -307,7 +318,7 @@ def _differences(
     return (r[:-2] - r[2:]) / 2
 
 
-def _readers(
+def readers(
     order: int, points: Float[Tensor, "reader point ..."], device: torch.device
 ) -> Float[Tensor, "reader point order"]:
     """R for several sets of points or cells, in one pass: the basis at a point, its mean over a cell."""

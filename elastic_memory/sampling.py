@@ -102,6 +102,15 @@ def sample_points(sampling: str | Sampling, points: int, history: int, **options
     return u
 
 
+def mass(u: Float[Tensor, "point ..."], history: int) -> Float[Tensor, " point"]:
+    """Tokens that each cell averages, or that are nearer to a point than to any other."""
+    if u.ndim == 2:
+        return (u[:, 1] - u[:, 0]) * history
+    ascending, place = u.sort()
+    edges = torch.cat((u.new_zeros(1), (ascending[1:] + ascending[:-1]) / 2, u.new_ones(1)))
+    return torch.empty_like(u).scatter_(0, place, edges.diff() * history)
+
+
 def _cells(edges: Float[Tensor, " edge"]) -> Float[Tensor, "cell 2"]:
     return torch.stack([edges[:-1], edges[1:]], dim=1)
 

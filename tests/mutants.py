@@ -202,10 +202,30 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("elastic_command.py", "tests/test_cli.py"): [
         ("signal.signal(signal.SIGINT, _end)", "pass", "ctrl_c"),
     ],
-    ("elastic_memory/commands/evaluate.py", "tests/evaluation/test_evaluate_command.py"): [
+    ("elastic_memory/data/samples.py", "tests/evaluation/test_evaluate_command.py"): [
         ("own.sha256 != made", "None == made", "another_vocabulary"),
         ("+ SPARE_TOKENS:", "+ 10**9:", "another_vocabulary"),
+    ],
+    ("elastic_memory/commands/evaluate.py", "tests/evaluation/test_evaluate_command.py"): [
         ("column.min_width = max", "column.min_width = 0 * max", "80_columns"),
+    ],
+    ("elastic_memory/model/layer.py", "tests/model/test_sliding.py"): [
+        ("rope(x, positions - self.locality.lag)", "rope(x, positions)", "equations"),
+        ("locality.window + memory.widens", "locality.window", "wider_window"),
+        (
+            "written = -(-key.shape[2] // self.locality.block_size), max(key.shape[2] - lag, 1)",
+            "written = -(-key.shape[2] // self.locality.block_size), key.shape[2]",
+            "equations",
+        ),
+    ],
+    ("elastic_memory/streaming/layer_cache.py", "tests/model/test_sliding.py"): [
+        ("max(tokens - self.lag, 0)", "tokens", "as_if_alone"),
+    ],
+    ("elastic_memory/attention.py", "tests/model/test_sliding.py"): [
+        ("(local >= -seen[:, :, None])", "(local >= -(2**31))", "as_if_alone"),
+    ],
+    ("elastic_memory/fast/windows.py", "tests/fast/test_windows.py"): [
+        ("torch.logaddexp(sums[:, :, early:], other_sums)", "sums[:, :, early:]", "whole"),
     ],
 }
 MUTANTS = [Mutant(*place, *change) for place, changes in GUARDS.items() for change in changes]

@@ -42,6 +42,22 @@ def test_decoding_times_the_plain_step(tmp_path):
     ]  # fmt: skip
 
 
+def test_generate_times_all_ways_and_compares_their_tokens(tmp_path):
+    out = tmp_path / "generate.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "generate.py"), "--prompt", "70", "--tokens", "8", "--rounds"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, "1", "--long", "3000", "--out", str(out)],
+        capture_output=True,
+        timeout=300,
+        env=environment,
+        check=True,
+    )
+    record = json.loads(out.read_text())
+    assert [run["tokens_per_s"] > 0 for run in record["runs"]] == [True] * 4 and record["reading"]["tokens_per_s"] > 0
+    assert set(record["agreement"].values()) == {1.0}  # without a GPU both are the plain path
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_joining_compares_two_ways_of_reading(processes, tmp_path):
     out = tmp_path / "joining.json"
@@ -68,3 +84,17 @@ def test_a_peer_that_catches_everything_is_stopped():
                 if caught == 2:
                     raise
     time.sleep(1.2)  # nothing comes after that
+
+
+def test_sliding_is_timed_beside_blocks(tmp_path):
+    out = tmp_path / "sliding.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "sliding.py"), "--tiny", "--rows", "1", "--repeats", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--out", str(out)], capture_output=True, timeout=300, env=environment, check=True)
+    rows = json.loads(out.read_text())["models"]
+    assert {row["name"]: row["training_time_ratio"] for row in rows if "block" in row["name"].split(", ")} == {
+        "none, block": 1, "elastic, block": 1,
+    }  # fmt: skip
+    for row in rows:
+        assert ("sliding" in row["name"]) == ("loss" in row)
+        assert "loss" not in row or abs(row["loss"] - row["loss_with_masks"]) < 1e-3

@@ -7,7 +7,7 @@ import elastic_memory as em
 from elastic_memory.attention import trapezoidal
 from elastic_memory.commands.selfcheck import checks
 from elastic_memory.fast import attention as flash
-from elastic_memory.fast import decoder
+from elastic_memory.fast import decoder, generation
 from elastic_memory.memory import MEMORIES
 from elastic_memory.operators import Bank
 
@@ -93,6 +93,23 @@ def test_captured_decoding_is_one_call(memory, compiled, monkeypatch):
     # Nine tokens apart, the longer of the rows is never among the first five of its block: three stretches of four.
     assert len(cache.decoder.graphs) == (1 if all(cache.decoder.fused) else 3)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 30}])
+def test_generate_chooses_the_tokens_of_the_plain_path(memory, options, monkeypatch):
+    """Captured steps, and for sampling the recorded choice with the same random numbers; across the ends of blocks."""
+    torch.manual_seed(0)
+    config = em.MemoryLlamaConfig.preset("tiny", memory=memory, block_size=64)
+    model = em.MemoryLlamaForCausalLM(config).cuda().eval()
+    prompt = torch.randint(1, config.vocab_size, (3, 100), device="cuda")
+    results = []
+    for devices in ((), ("cuda",), ("cuda",)):  # the third finds the graphs of the second
+        monkeypatch.setattr(generation, "DEVICES", devices)
+        torch.manual_seed(1)
+        settings = {"do_sample": False, "max_new_tokens": 150, "pad_token_id": 0, "eos_token_id": 3} | options
+        results.append(model.generate(prompt, **settings))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def test_memory_of_a_long_stream_is_flat():

@@ -10,8 +10,6 @@ import typer
 from elastic_memory.commands.options import LARGEST_MEMORY, check_range, refuse_unused
 from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
 
-SPARE_TOKENS = 1024  # how many more tokens a model may have than its tokenizer, to make its size round
-
 # Options by the metrics that use them, or what the names of those begin with.
 USED_BY = {
     ("ppl",): ("protocol", "stride", "batch_size"),
@@ -169,7 +167,8 @@ def _evaluate(
 
 def _load(checkpoint: str, rows: Any, conditions: Any) -> Any:
     """The model; rows of another tokenizer, and conditions that it cannot meet, are refused."""
-    from elastic_memory.evaluation.loading import check_tokenizer, load_model
+    from elastic_memory.data.samples import check_vocabulary
+    from elastic_memory.evaluation.loading import check_tokenizer, load_model, tokenizer_of
 
     model = load_model(checkpoint)
     if rows is not None:
@@ -177,25 +176,8 @@ def _load(checkpoint: str, rows: Any, conditions: Any) -> Any:
     conditions.apply(model)
     if rows is not None:
         rows.verify_rows()
-        _check_vocabulary(checkpoint, model.config.vocab_size, rows)
+        check_vocabulary(rows, checkpoint, tokenizer_of(checkpoint), model.config.vocab_size)
     return model
-
-
-def _check_vocabulary(checkpoint: str, size: int, rows: Any) -> None:
-    """Refuse rows of another tokenizer than the model's: by what lies beside it, or at least by its size."""
-    from elastic_memory.evaluation.loading import tokenizer_of
-
-    made, own = rows.manifest["tokenizer"], tokenizer_of(checkpoint)
-    if own is not None and own.sha256 != made["sha256"]:
-        raise ValueError(
-            f"{rows.folder} was prepared with {made['name']} ({made['sha256'][:12]}), {checkpoint} has another "
-            f"tokenizer ({own.sha256[:12]}): prepare with --tokenizer {checkpoint}"
-        )
-    if not made["vocab_size"] <= size <= made["vocab_size"] + SPARE_TOKENS:
-        raise ValueError(
-            f"{rows.folder} has a vocabulary of {made['vocab_size']:,} ({made['name']}), {checkpoint} of {size:,}: "
-            "prepare with the model's tokenizer"
-        )
 
 
 def _show(results: dict[str, Any]) -> None:

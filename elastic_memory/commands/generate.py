@@ -3,6 +3,7 @@
 import codecs
 import hashlib
 import io
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -122,8 +123,7 @@ def load(checkpoint: str, tokenizer: str | None, sampling: str | None = None) ->
     model = load_model(checkpoint)
     if not isinstance(model, MemoryCausalLM):
         raise ValueError(
-            f"{checkpoint} is a {type(model).__name__} without memory: attach one with em.attach_memory(model), then "
-            "model.save_pretrained(FOLDER)"
+            f"{checkpoint} is a {type(model).__name__} without memory: give it one with elastic attach {checkpoint}"
         )
     encoder = load_tokenizer(tokenizer) if tokenizer else tokenizer_of(checkpoint)
     if encoder is None:
@@ -142,10 +142,9 @@ def _cache(model: Any, memory: Path | None, force: bool) -> "MemoryCache":
     """The cache of the memory file, or an empty one if there is no file yet."""
     from elastic_memory.model import MemoryCache
 
-    static = model.device.type == "cuda" and model.base_model.layers[0].locality.kind != "full"
     if not memory or not memory.exists():
-        return MemoryCache(model, static=static)
-    cache = MemoryCache.load(memory, model, force=force, static=static)
+        return MemoryCache(model)
+    cache = MemoryCache.load(memory, model, force=force)
     if cache.batch > 1:
         raise ValueError(f"{memory} holds {cache.batch} rows: this command continues one")
     if cache.tokens is None:
@@ -220,7 +219,7 @@ def _say(model: Any, cache: "MemoryCache", encoder: "Tokenizer", seed: int, **op
             super().put(value)
 
     torch.manual_seed(seed)
-    speech = Speech()
+    speech, began = Speech(), time.perf_counter()
     # The newest token is read again, for its logits; the mask says that it is new to the cache.
     newest = cache.tokens[:, cache.opened[0] - 1 : cache.opened[0]].clone()  # type: ignore[index]
     cache.rollback(1)
@@ -233,9 +232,12 @@ def _say(model: Any, cache: "MemoryCache", encoder: "Tokenizer", seed: int, **op
         speech.end()
         raise
     finally:
+        taken = time.perf_counter() - began
         unread = [int(newest), *speech.ids][cache.clock[0] - start :]
         if unread:
             model(newest.new_tensor([unread]), past_key_values=cache, logits_to_keep=1)
+        count = len(speech.ids)
+        typer.echo(f"{count:,} tokens in {taken:.1f} s, {count / taken:,.0f} tokens/s", err=True)
 
 
 def _save(cache: "MemoryCache", memory: Path) -> None:

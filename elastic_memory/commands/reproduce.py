@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from elastic_memory.reproduction.experiment import Experiment
     from elastic_memory.reproduction.lab import Lab
 
-TRAINING = ("data", "reference", "minutes", "parallel", "seeds", "keep_weights")  # used by tables of trained models
+TRAINING = (
+    "data",
+    "reference",
+    "model",
+    "minutes",
+    "parallel",
+    "seeds",
+    "keep_weights",
+)  # used by tables of trained models
 
 Out = Annotated[Path, typer.Option(help="Folder for the tables, their JSON, and one record per run.")]
 Reference = Annotated[
@@ -32,6 +40,7 @@ def reproduce(
     out: Out = Path("results"),
     data: Annotated[Path | None, typer.Option(help="Prepared rows: a folder with one folder per corpus.")] = None,
     reference: Reference = None,
+    model: Annotated[str | None, typer.Option(help="real-model: the pretrained model that gets the memories.")] = None,
     minutes: Minutes = None,
     parallel: Annotated[int, typer.Option(help="Training processes that share one GPU.")] = 1,
     seeds: Seeds = None,
@@ -53,6 +62,8 @@ def reproduce(
 
         elastic reproduce injection --tier paper --data rows32k --reference meta-llama/Llama-3.1-8B
 
+        elastic reproduce real-model --tier small --data rows16k --minutes 25 --parallel 2
+
     List all tables; show what is done and what is missing, with estimated GPU minutes; check the paper's claims:
 
         elastic reproduce list
@@ -68,12 +79,14 @@ def reproduce(
         INFORMATION[tables[0]](tier, out)
         return
     given = {"data": data, "reference": reference, "minutes": minutes, "seeds": seeds, "keep-weights": keep_weights}
-    given["parallel"] = parallel if parallel > 1 else None
+    given |= {"parallel": parallel if parallel > 1 else None, "model": model}
     experiments = _run_untrained(tables, tier, out, given)
     succeeded = True
     if experiments:
         from elastic_memory.reproduction.lab import Lab
 
+        if model is not None:
+            raise ValueError(f"table {experiments[0].name!r} does not use --model: leave it out")
         lab = Lab(tier, out, data, reference)
         succeeded = _train(experiments, lab, minutes, parallel, seeds, keep_weights)
         for experiment in experiments:
@@ -103,9 +116,11 @@ def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any
     modules = {name: load(name) for name in dict.fromkeys(tables)}
     for name, module in modules.items():
         if not hasattr(module, "EXPERIMENT"):
+            uses = getattr(module, "USES", ())
             for option in (option for option, value in given.items() if value not in (None, False)):
-                raise ValueError(f"table {name!r} does not use --{option}: leave it out")
-            _print(module.run(tier, out))
+                if option not in uses:
+                    raise ValueError(f"table {name!r} does not use --{option}: leave it out")
+            _print(module.run(tier, out, **{option: given[option] for option in uses}))
     return [module.EXPERIMENT for module in modules.values() if hasattr(module, "EXPERIMENT")]
 
 

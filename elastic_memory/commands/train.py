@@ -10,6 +10,9 @@ from elastic_memory.commands.options import check_range, refuse_unused
 
 MEASURED = Path("results")
 
+From = Annotated[
+    str | None, typer.Option("--from", help="Fine-tune this model: a folder written by `elastic attach`, or a run.")
+]
 NewMachine = Annotated[
     bool, typer.Option("--new-machine", help="With --resume: accept other devices, micro-batches or versions.")
 ]
@@ -19,6 +22,7 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A YAML file, or a recipe of the package such as smoke/elastic.")],
     data: Annotated[Path | None, typer.Option(help="A folder written by `elastic prepare`.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for runs; each run gets a folder of its own.")] = Path("runs"),
+    from_: From = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: training.tokens=1e9; repeatable.")
     ] = None,
@@ -39,7 +43,7 @@ def train(
     measured: Annotated[Path, typer.Option(help="With --plan: folder of results with measured speeds.")] = MEASURED,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
-    """Train the model of a recipe, or resume an interrupted run.
+    """Train the model of a recipe, fine-tune a model that exists, or resume an interrupted run.
 
     A run folder holds the resolved recipe, metrics, checkpoints and, at the end, the model. After any interruption
     `--resume` continues with the same samples and reaches the same weights. Ctrl-C and SIGTERM save a checkpoint first.
@@ -47,6 +51,8 @@ def train(
         elastic prepare stdlib --tokenizer bytes --length 512 --out data/stdlib
 
         elastic train smoke/elastic --data data/stdlib
+
+        elastic train finetune/full --from smollm2-memory --data data/books
 
         torchrun --nproc-per-node 8 --no-python elastic train paper/elastic --data data/pg19
     """
@@ -57,6 +63,8 @@ def train(
     overrides = [*(set_ or []), *(["execution.deterministic=true"] if deterministic else [])]
     chosen = load_recipe(recipe, overrides)
     if plan:
+        if from_:
+            raise ValueError("--plan is for models that are trained from scratch: leave out --from")
         check_range(1, devices=devices)
         check_range(0, 10**9, price=price)
         if not measured.is_dir() and measured != MEASURED:
@@ -66,12 +74,13 @@ def train(
     if data is None:
         raise ValueError("--data is missing: a folder written by `elastic prepare`")
 
+    from elastic_memory.evaluation.loading import starting_model
     from elastic_memory.training.session import Resume
     from elastic_memory.training.session import train as run
 
     try:
         begun = Resume(allowed=resume or requeue, or_start=requeue, weights_only=weights_only, new_machine=new_machine)
-        run(chosen, data, out, begun)
+        run(chosen, data, out, begun, starting_model(from_) if from_ else None)
     except StoppedError as error:
         print(f"elastic: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -104,7 +113,7 @@ def _print_plans(recipe: str, overrides: list[str], measured: Path, devices: int
     table = Table("model", "parameters", "GB a GPU", "tokens/s a GPU", "hours", "cost")
     table.title = f"{training.tokens:,} tokens, {training.steps:,} steps, {devices} GPUs at {price} an hour each"
     for made in plans:
-        model = made.recipe.model
+        model = made.recipe.built
         name = " ".join(filter(None, (model.preset, model.memory, f"{model.memory_multiple}x", model.sampling)))
         known = ["?" if x is None else f"{x:,.0f}" for x in (made.tokens_per_second, made.hours, made.cost)]
         table.add_row(name, f"{made.parameters:,}", f"{made.gigabytes:.1f}", *known)

@@ -15,6 +15,7 @@ from elastic_memory.shapes import Tensor
 
 FORMAT = "elastic-memory rows 1"
 MANIFEST = "manifest.json"
+SPARE_TOKENS = 1024  # how many more tokens a model may have than its tokenizer, to make its size round
 
 
 def samples(folder: str | Path, split: str = "train") -> "Samples":
@@ -144,3 +145,18 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 def split_files(folder: Path, split: str) -> tuple[Path, Path]:
     """The files of a split: token rows, and one JSON line per document."""
     return folder / f"{split}.bin", folder / f"{split}.jsonl"
+
+
+def check_vocabulary(rows: Samples, model: str, own: Tokenizer | None, size: int) -> None:
+    """Refuse rows of another tokenizer than the model's: by what lies beside it, or at least by its size."""
+    made = rows.manifest["tokenizer"]
+    if own is not None and own.sha256 != made["sha256"]:
+        raise ValueError(
+            f"{rows.folder} was prepared with {made['name']} ({made['sha256'][:12]}), {model} has another "
+            f"tokenizer ({own.sha256[:12]}): prepare with --tokenizer {model}"
+        )
+    if not made["vocab_size"] <= size <= made["vocab_size"] + SPARE_TOKENS:
+        raise ValueError(
+            f"{rows.folder} has a vocabulary of {made['vocab_size']:,} ({made['name']}), {model} of {size:,}: "
+            "prepare with the model's tokenizer"
+        )

@@ -1,21 +1,26 @@
 """Load models from disk or the hub, and their tokenizers."""
 
+import hashlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from transformers.utils import logging
 
+from elastic_memory.common.files import sha256
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import load_tokenizer
 from elastic_memory.data.places import missing_folder
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.model_files import check_files, check_loaded, check_tensors
-from elastic_memory.model import attach_memory
+from elastic_memory.model import MemoryLlamaConfig, attach_memory
 from elastic_memory.model.attach import SAVED
+from elastic_memory.training.start import StartingModel
 
 BUILT_IN = (None, "eager", "sdpa")  # attention of transformers itself; other names may load code from the hub
 
@@ -25,23 +30,46 @@ def load_model(path: str) -> Any:
 
     A model that was saved with an attached memory gets it back.
     """
+    return _load(path).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def starting_model(path: str) -> StartingModel:
+    """A model with memory, written by `elastic attach` or `elastic train`, to be fine-tuned."""
+    if path.endswith(".gguf") or not Path(model_folder(path)).is_dir():
+        raise ValueError(f"--from {path}: give a folder, written by elastic attach or elastic train")
+    folder, config = Path(model_folder(path)), load_config(path)
+    if config.model_type != MemoryLlamaConfig.model_type and not getattr(config, SAVED, None):
+        raise ValueError(f"--from {path}: a model without memory; give it one with elastic attach {path} --out FOLDER")
+    check_files(folder)
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    sums = " ".join(f"{file.name} {sha256(file)}" for file in files)
+    return StartingModel(
+        path=path,
+        sha256=hashlib.sha256(sums.encode()).hexdigest(),
+        config=config,
+        tokenizer=tokenizer_of(path),
+        load=partial(_load, path),
+    )
+
+
+def _load(path: str) -> Any:
     where, gguf = split_gguf(path)
     if not gguf:
         check_files(Path(where))
     config = load_config(path)
     if not gguf:
         check_tensors(Path(where), quantized=hasattr(config, "quantization_config"))
-    with _missing(path):
+    # Weights as numbers: packed ones could be neither trained nor saved.
+    unpacked = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {}
+    with _missing(path), _quiet(bool(getattr(config, SAVED, None))):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            where, config=config, output_loading_info=True, trust_remote_code=False, **gguf
+            where, config=config, output_loading_info=True, trust_remote_code=False, **gguf, **unpacked
         )
     model, info = loaded
     check_loaded(path, info, foreign=config.model_type != "memory_llama" and not getattr(config, SAVED, None))
     if gguf:
         model.name_or_path = Path(path).name  # transformers names the folder only
-    if getattr(config, SAVED, None):
-        model = attach_memory(model)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return attach_memory(model) if getattr(config, SAVED, None) else model
 
 
 def load_config(path: str) -> Any:
@@ -64,6 +92,18 @@ def split_gguf(path: str) -> tuple[str, dict[str, str]]:
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{path}: reading GGUF files needs the package gguf: pip install 'elastic-memory[gguf]'")
     return str(Path(path).parent), {"gguf_file": Path(path).name}
+
+
+@contextmanager
+def _quiet(attached: bool) -> Iterator[None]:
+    """No report that the memory of an attached model is unknown to its class: it follows."""
+    before = logging.get_verbosity()
+    if attached:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager

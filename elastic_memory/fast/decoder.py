@@ -7,6 +7,7 @@ Layers that are plain Llama except for memory columns run on five Triton kernels
 only what a row sees; others on `_decode_layer`, which reads part of the block under a mask.
 """
 
+import weakref
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Self
@@ -15,18 +16,23 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from elastic_memory.attention import rotate
+from elastic_memory.attention import column_mask, rotate
 from elastic_memory.fast.kernels import triton_runs_on
 from elastic_memory.memory import Reading
 from elastic_memory.memory.contract import Heads
 from elastic_memory.shapes import Bool, Float, Int, Tensor
-from elastic_memory.streaming.layer_cache import LayerCache, column_mask
+from elastic_memory.streaming.layer_cache import LayerCache
 
 # With a mask, a step reads a multiple of so many columns of the block: reading the empty rest of a block would double
 # the traffic. One graph for each multiple.
 STRETCH = 256
 
 SHARED_MEMORY = 160 * 2**10  # bytes that one program of the kernels may need
+
+# Decoders by backbone, newest last: recording a graph takes as long as many tokens, and the next call of `generate`
+# needs the same one. Those whose cache is gone are kept up to this number and size.
+DECODERS: weakref.WeakKeyDictionary[Any, list["Decoder"]] = weakref.WeakKeyDictionary()
+IDLE, IDLE_BYTES = 2, 2**30
 
 
 @lru_cache
@@ -42,32 +48,48 @@ class Decoder:
         locality = backbone.layers[0].locality
         if locality.kind == "full":
             raise ValueError("a static cache needs blocks; local_attention='full' has none")
-        self.backbone, self.streams, self.size = backbone, streams, locality.block_size
-        self.window = self.size if locality.sliding else None
+        self._backbone, self.streams, self.size = weakref.ref(backbone), streams, locality.block_size
+        self.cache: Any = lambda: None  # weak reference to the cache whose open blocks are in the buffers
         self.ids = ids.clone()
         self.positions = torch.zeros_like(ids)
         self.tokens = ids.new_zeros(len(ids), self.size)
         self.rope = backbone.rope().at(torch.arange(self.size, device=ids.device))
-        self.begun = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device)
+        self.seen = torch.zeros_like(ids)
         self.counts = [torch.zeros_like(ids) for _ in self.streams]
         self.remembered = [self._remembered(stream) for stream in self.streams]
         self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
         self.readings = [stream.reading and tuple(part.clone() for part in stream.reading) for stream in self.streams]
         self.shapes, self.settled = self._shapes(streams), self.conditions(backbone, streams)
         self.kernels = _kernels(ids.device)
-        self.fused = [self.kernels is not None and _is_plain(layer, backbone) for layer in backbone.layers]
+        self.fused = _fused_layers(backbone)
         stretch = self.size if all(self.fused) else STRETCH
         self.reaches = [min(reach, self.size) for reach in range(stretch, self.size + stretch, stretch)]
         self.graphs: dict[int, Any] = {}  # by columns of the block that are looked at: (graph, hidden states)
         self.pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # shared: graphs never run at once
 
+    @property
+    def backbone(self) -> Any:
+        """The model's; not held, so that decoders do not keep models alive."""
+        return self._backbone()
+
     @classmethod
-    def fitting(cls, old: Self | None, backbone: Any, streams: list[LayerCache], ids: Int[Tensor, "batch 1"]) -> Self:
-        """A decoder for these layers' parts of a cache: the `old` one, if its shapes still fit."""
-        settled = cls.conditions(backbone, streams)
-        if old is not None and old.shapes == cls._shapes(streams) and old.settled == settled:
-            return old
-        return cls(backbone, streams, ids)
+    def fitting(cls, cache: Any, backbone: Any, ids: Int[Tensor, "batch 1"]) -> Self:
+        """A decoder for a cache: its own or an idle one, if the shapes fit; else a new one."""
+        known: list[Any] = DECODERS.setdefault(backbone, [])
+        shapes, settled, fused = cls._shapes(cache.streams), cls.conditions(backbone, cache.streams), None
+        for decoder in known:
+            if decoder.cache() in (None, cache) and (decoder.shapes, decoder.settled) == (shapes, settled):
+                fused = fused or _fused_layers(backbone)
+                if decoder.fused == fused:
+                    break
+        else:
+            decoder = cls(backbone, cache.streams, ids)
+        idle = [other for other in known if other is not decoder and other.cache() in (None, cache)]
+        while idle and (len(idle) > IDLE or sum(x.nbytes for one in idle for x in one.tensors()) > IDLE_BYTES):
+            known.remove(idle.pop(0))
+        DECODERS[backbone] = [*(other for other in known if other is not decoder), decoder]
+        decoder.cache = weakref.ref(cache)
+        return decoder
 
     def __call__(self, ids: Int[Tensor, "batch 1"], opened: int) -> Float[Tensor, "batch 1 width"]:
         """Hidden states of the next token of each row, the longest of which has `opened` tokens in its block."""
@@ -93,13 +115,14 @@ class Decoder:
             memory, before = stream.memory_columns, stream.front - stream.memory_columns
             if "rope" not in shared:
                 shared["rope"] = tuple(table[0][self.positions] for table in self.rope)
-            if (memory, before) not in shared:
+            kind = memory, before, stream.window_size
+            if kind not in shared:
                 local = torch.arange(-before, reach, device=self.ids.device)
                 remembered = self.remembered[index][:, :memory]
-                visible = column_mask(self.positions, local, remembered, self.begun, self.window)
+                visible = column_mask(self.positions, local, remembered, self.seen, stream.window_size)
                 mask = torch.zeros_like(visible, dtype=hidden.dtype).masked_fill_(~visible, -torch.inf)
-                shared[memory, before] = self.positions + stream.front, mask
-            columns, mask = shared[memory, before]
+                shared[kind] = self.positions + stream.front, mask
+            columns, mask = shared[kind]
             outside = None if stream.memory.shares_softmax else self.remembered[index]
             hidden = _decode_layer(
                 layer, hidden, shared["rope"], self.positions, columns, self.buffers[index], mask, self.readings[index],
@@ -118,8 +141,10 @@ class Decoder:
         attention, mlp, norm, second = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         weights = (getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj"))
         qkv = kernels.project(hidden, norm.weight, norm.variance_epsilon, *weights)
-        rows, memory = (self.positions, self.counts[index], self.begun), stream.memory_columns
-        parts = kernels.attend(qkv, self.rope, rows, buffers, stream.front, memory, attention.scaling)
+        rows, window = (self.positions, self.counts[index], self.seen), stream.window_size or self.size
+        parts = kernels.attend(
+            qkv, self.rope, rows, buffers, stream.front, stream.memory_columns, window, attention.scaling
+        )
         hidden = kernels.merge(*parts, attention.o_proj.weight, hidden)
         inner = kernels.expand(hidden, second.weight, second.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight)
         hidden = kernels.contract(inner, mlp.down_proj.weight, hidden)
@@ -149,7 +174,7 @@ class Decoder:
         """Copy what a cache holds into the buffers, and let its layers hold the buffers; the one for its `tokens`."""
         self.streams = streams
         self.positions.copy_(torch.tensor(opened)[:, None])
-        self.begun.copy_(torch.tensor(seen)[:, None] > 0)
+        self.seen.copy_(torch.tensor(seen)[:, None])
         for index, stream in enumerate(streams):
             stream.move(self.buffers[index])
             self.counts[index].copy_(torch.tensor(stream.counts)[:, None])
@@ -244,6 +269,12 @@ def _kernels(device: torch.device) -> Any:
     return decoding
 
 
+def _fused_layers(backbone: Any) -> list[bool]:
+    """Which layers run on the Triton kernels."""
+    kernels = _kernels(backbone.embed_tokens.weight.device)
+    return [kernels is not None and _is_plain(layer, backbone) for layer in backbone.layers]
+
+
 def _is_plain(layer: Any, backbone: Any) -> bool:
     """Whether the kernels compute this layer: Llama's parts in one precision, and memory only as further columns.
 
@@ -269,4 +300,5 @@ def _is_plain(layer: Any, backbone: Any) -> bool:
         and not hasattr(attention, "q_norm")
         and (memory.shares_softmax or not memory.start(1, "meta"))
         and memory.prepare is None
+        and memory.scores_alike
     )

@@ -33,7 +33,8 @@ def one_block(
         tokens = torch.cat([part.to(tokens.dtype) for part in parts], dim=1)
     query, key, value = attention.project(layer.input_layernorm(tokens))
     rotated_key = rope.inside(key, before)
-    mixed = attention.attend(rope.inside(query, before), rotated_key, value)
+    reading = tuple(x[:, :, :before] for x in (rotated_key, value)) if before else None
+    mixed = attention.attend(rope.inside(query, before), rotated_key, value, reading=reading, query=query)
     # The front is not needed any more, except for the few tokens that keep the rest aligned.
     first = before % PADDING
     output = layer.finish(tokens[:, before - first :], mixed[:, :, before - first :])

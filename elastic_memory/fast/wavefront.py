@@ -16,10 +16,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.module import _has_any_global_hook
 
+from elastic_memory.common.hooks import has_hooks
 from elastic_memory.fast.compiled import compiled
 from elastic_memory.memory import State, SummaryTokenMemory
 from elastic_memory.model.backbone import MemoryBackbone
-from elastic_memory.model.hooks import has_hooks
 from elastic_memory.model.layer import MemoryLayer
 from elastic_memory.model.rope import Rope
 from elastic_memory.shapes import Float, Tensor

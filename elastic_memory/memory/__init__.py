@@ -1,5 +1,6 @@
 """One mechanism per file. A mechanism listed in MEMORIES is trained, streamed, tested, counted and tabulated."""
 
+from elastic_memory.memory.clock import ClockMemory
 from elastic_memory.memory.contract import (
     Block,
     Geometry,
@@ -11,11 +12,14 @@ from elastic_memory.memory.contract import (
     State,
     SummaryTokenMemory,
 )
+from elastic_memory.memory.dyadic import DyadicMemory
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.infini import InfiniMemory
+from elastic_memory.memory.means import MeansMemory
 from elastic_memory.memory.melodi import MelodiMemory
 from elastic_memory.memory.memorizing import MemorizingMemory
 from elastic_memory.memory.none import NoMemory
+from elastic_memory.memory.outliers import OutliersMemory
 from elastic_memory.memory.recent import RecentMemory
 from elastic_memory.memory.sampled import SampledMemory
 
@@ -27,6 +31,10 @@ MEMORIES: dict[str, type[Memory]] = {
     "melodi": MelodiMemory,
     "sampled": SampledMemory,
     "recent": RecentMemory,
+    "means": MeansMemory,
+    "clock": ClockMemory,
+    "dyadic": DyadicMemory,
+    "outliers": OutliersMemory,
 }
 
 __all__ = [

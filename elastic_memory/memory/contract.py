@@ -31,6 +31,7 @@ Heads = Float[Tensor, "batch head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
 RENAMED = {"road": "algorithm"}  # options by their names of earlier versions
+SILENT = 1e-20  # the first gain of a silent memory: its scores may exceed the block's by 30 and nobody hears it
 
 
 def with_new_names(options: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -51,6 +52,7 @@ class Geometry:
     initializer_range: float = 0.02
     scale: float | None = None  # of attention scores; None: 1 / sqrt(head_dim)
     features: int | None = None  # of a head that are not padding (`pad_heads`); None: all
+    sliding: bool = False  # whether tokens see the newest tokens wherever blocks end
 
 
 class Host(NamedTuple):
@@ -96,12 +98,18 @@ class Memory(nn.Module):
 
     info: ClassVar[MemoryInfo] = MemoryInfo()
     shares_softmax: bool = False  # the reading is (key, value): further columns in the block's own softmax
+    adds_score: bool = False  # the reading is (key, value, score): [batch, 1, column, 1], added to attention's scores
+    raw_queries: bool = False  # its columns meet queries before rotary positions
     reads_start: bool = False  # block 0 reads the empty state
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history
     no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
+    widens: int = 0  # tokens by which the layer's sliding window is wider: what the memory keeps raw, at its true place
     no_join: str | None = "it does not say how"  # why the states of two parts do not give the state of the whole
     built_with: dict[str, Any]  # every option, given or left to its default
     retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
+    # Weight of the memory by query head: on the exponentials of its columns, or on what `mix` adds to the block's own
+    # attention. The layer applies its absolute value. None: 1, and no parameter.
+    gain: nn.Parameter | None
     # (query, key) -> both as the layer and its memory use them, before rotary positions; None: as they are
     prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
@@ -111,6 +119,7 @@ class Memory(nn.Module):
             raise ValueError(f"detach_every={detach_every}: give a number of blocks from 1 on, or None for no cut")
         self.geometry = geometry
         self.detach_every = detach_every
+        self.register_parameter("gain", None)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
         """The empty state, float32."""
@@ -159,22 +168,46 @@ class Memory(nn.Module):
 
     @classmethod
     def build(cls, geometry: Geometry, options: dict[str, Any]) -> Self:
-        """Construct the mechanism; an option that it does not have is an error that names those it has."""
+        """Construct the mechanism; an option that it does not have is an error that names those it has.
+
+        Every mechanism has the option `silent`: a learned gain by head that starts at almost zero, so that the layer
+        computes what it would without memory until it is trained (choices.md, "silent start").
+        """
+        own = {name: value for name, value in options.items() if name != "silent"}
         known = [name for name in signature(cls.__init__).parameters if name not in ("self", "geometry")]
-        for name in options:
+        for name in own:
             if not cls.has_option(name):
-                hint = suggest(name, known)
+                hint = suggest(name, [*known, "silent"])
                 if RENAMED.get(name) in known:
                     hint = f"did you mean {RENAMED[name]!r}? It had this name in earlier versions"
                 raise ValueError(f"{cls.__name__} has no option {name!r}: {hint}")
-        memory = cls(geometry, **options)
-        memory.built_with = {name: options.get(name, signature(cls).parameters[name].default) for name in known}
+        memory = cls(geometry, **own)
+        silent = options.get("silent", False)
+        if not isinstance(silent, bool):
+            raise ValueError(f"silent={silent!r}: give True or False")
+        if silent:
+            if not memory.start(1, "meta"):
+                raise ValueError(f"silent=True: {cls.__name__} has no state here, so nothing could be silent")
+            memory.gain = nn.Parameter(torch.full((geometry.heads,), SILENT))
+        memory.built_with = {name: own.get(name, signature(cls).parameters[name].default) for name in known}
+        memory.built_with |= {"silent": True} if silent else {}
         return memory
+
+    def initialise(self) -> None:
+        """Initialise all parameters, the gain too."""
+        self.reset()
+        if self.gain is not None:
+            nn.init.constant_(self.gain, SILENT)
 
     @classmethod
     def has_option(cls, name: str) -> bool:
         """Whether the mechanism takes this argument."""
         return name in signature(cls.__init__).parameters
+
+    @property
+    def scores_alike(self) -> bool:
+        """Whether its columns in the block's softmax are scored as the block's own."""
+        return self.gain is None and not self.adds_score and not self.raw_queries
 
     def cut(self, state: State, block: int) -> State:
         """The state that enters block number `block`, detached where `detach_every` says so."""

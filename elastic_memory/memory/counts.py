@@ -1,4 +1,4 @@
-"""What reports and logs say of a memory in use: its size, its parameters, its gates."""
+"""What reports and logs say of a memory in use: its size, its parameters, its gates and gains."""
 
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ class Floats(NamedTuple):
 def state_floats(memory: Memory) -> Floats:
     """Size of the state per row."""
     parts = [part.numel() for part in memory.start(1, "meta")]
+    if memory.widens:  # raw keys and values, which the layer keeps in its window
+        parts += [memory.widens * memory.geometry.kv_heads * memory.geometry.head_dim] * 2
     return Floats(sum(parts), memory.info.paper_floats(*parts))
 
 
@@ -25,5 +27,6 @@ def extra_parameters(memory: Memory) -> int:
 
 
 def gates(memory: Memory) -> dict[str, Tensor]:
-    """How far each head's gate is open, where there are gates."""
-    return {name: gate.detach().sigmoid() for name, gate in memory.named_parameters() if name.endswith("gate")}
+    """How far each head's gate is open, where there are gates; how loud the memory is in it, where there are gains."""
+    open_by = {name: gate.detach().sigmoid() for name, gate in memory.named_parameters() if name.endswith("gate")}
+    return open_by if memory.gain is None else open_by | {"gain": memory.gain.detach().abs()}

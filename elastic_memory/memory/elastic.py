@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
-from elastic_memory.memory.tools import full_precision, static
+from elastic_memory.memory.tools import full_precision, one_of, static
 from elastic_memory.operators import Bank, Direct, Recurrent
 from elastic_memory.shapes import Float, Tensor
 
@@ -22,7 +22,9 @@ class ElasticState(NamedTuple):
 class ElasticMemory(ParallelMemory):
     """HiPPO-LegS compresses, polynomial sampling reads, the block's softmax attends to both. No parameters.
 
-    `algorithm`: of training, direct or recurrent; None, the cheaper one.
+    `mass`: a memory token that stands for m tokens gets log m on its scores: a cell as many as it averages, a point
+    those that are nearest to it. `query`: rotated, as in the paper, or raw for queries without positions, like memory's
+    keys. `algorithm`: of training, direct or recurrent; None, the cheaper one.
     """
 
     info = MemoryInfo(
@@ -30,7 +32,7 @@ class ElasticMemory(ParallelMemory):
         phrase="the history as a polynomial, read at chosen points",
     )
     shares_softmax = True
-    no_join = None
+    no_join: str | None = None
 
     def __init__(
         self,
@@ -40,6 +42,8 @@ class ElasticMemory(ParallelMemory):
         points: int = 512,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
+        mass: bool = False,
+        query: str = "rotated",
         algorithm: str | None = None,
         detach_every: int | None = None,
     ):
@@ -47,6 +51,8 @@ class ElasticMemory(ParallelMemory):
         if algorithm not in (None, "direct", "recurrent"):
             raise ValueError(f"algorithm={algorithm!r}: give 'direct', 'recurrent', or None for the cheaper of the two")
         self.algorithm = algorithm
+        self.adds_score = mass
+        self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
         self.bank = self.retrieval = Bank(order, points, sampling, tuple(sorted((sampling_options or {}).items())))
 
     def set_retrieval(  # type: ignore[override]
@@ -72,7 +78,7 @@ class ElasticMemory(ParallelMemory):
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """K_mem, V_mem = R C^(K), R C^(V) (eq. 8); memory tokens get no positions."""
         reconstruction = self.bank.reconstruction(seen, state[0].device, every=self.geometry.block_size)
-        return tuple(reconstruction @ part for part in state)
+        return self._scored(tuple(reconstruction @ part for part in state), seen)
 
     @full_precision
     def write(self, state: State, block: Block, seen: int) -> ElasticState:
@@ -106,7 +112,15 @@ class ElasticMemory(ParallelMemory):
         read = self._direct if isinstance(plan, Direct) else self._recurrent
         readings = read(plan, signal.flatten(1))
         # [point, 2 * batch * head * dim] -> keys and values [batch, head, point, dim]
-        return [tuple(one.unflatten(1, signal.shape[1:]).permute(1, 2, 3, 0, 4).unbind(0)) for one in readings]
+        pairs = (tuple(one.unflatten(1, signal.shape[1:]).permute(1, 2, 3, 0, 4).unbind(0)) for one in readings)
+        return [self._scored(pair, block * size) for block, pair in enumerate(pairs, 1)]
+
+    def _scored(self, reading: Reading, seen: int) -> Reading:
+        """The reading, with log m of each column if `mass` says so."""
+        if not self.adds_score:
+            return reading
+        score = _log_mass(*_fields(self.bank), static(seen), str(reading[0].device))
+        return *reading, score[None, None, :, None].expand(len(reading[0]), 1, -1, 1)
 
     def _direct(self, plan: Direct, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:
         """W_i times the raw history: no state, all blocks in parallel."""
@@ -195,3 +209,10 @@ def _plan(
 ) -> Direct | Recurrent:  # fmt: skip
     bank = Bank(order, points, sampling, options)
     return bank.plan(size, blocks, torch.device(device), dtype, algorithm=algorithm)
+
+
+@torch.compiler.assume_constant_result
+def _log_mass(
+    order: int, points: int, sampling: Any, options: tuple, seen: int, device: str
+) -> Float[Tensor, " point"]:
+    return Bank(order, points, sampling, options).log_mass(seen, device)

@@ -22,8 +22,8 @@ class Queue(NamedTuple):
 class MemorizingMemory(ParallelMemory):
     """A second softmax, over the queue, and a gate per head between it and the block's own; gradients reach the queue.
 
-    `order`: tokens in the queue. `combine`: gate, or joint for one softmax over queue and block, without gates (and not
-    with sliding attention, which would count tokens twice). `positions`: none, raw queries meet raw keys; query,
+    `order`: tokens in the queue. `combine`: gate, or joint for one softmax over queue and block, without gates; under
+    sliding attention that is a window wider by `order` tokens. `positions`: none, raw queries meet raw keys; query,
     rotated queries meet raw keys; full, both are rotated, keys to their true distance. `detach_memory`: no gradient
     into the queue, as in the original.
     """
@@ -32,7 +32,7 @@ class MemorizingMemory(ParallelMemory):
         source="Memorizing Transformers (arXiv 2203.08913), without its kNN search",
         phrase="a queue of the newest tokens, attended in full",
     )
-    no_join = None
+    no_join: str | None = None
 
     def __init__(
         self,
@@ -54,7 +54,13 @@ class MemorizingMemory(ParallelMemory):
         self.order = self.reach = order
         self.detach_memory = detach_memory
         if self.shares_softmax:
-            self.no_sliding = "queue and window would hold the same tokens, and count them twice in one softmax"
+            if geometry.sliding:
+                self.widens, self.reach = order, 0
+                self.no_join = "its tokens are in the window, which no other part sees"
+            if positions != "full":
+                self.no_sliding = "tokens that leave the window would lose their positions; positions='full' keeps them"
+            elif detach_memory or detach_every:
+                self.no_sliding = "it is a wider window, whose gradients no detach_memory or detach_every cuts"
         else:
             self.gate = nn.Parameter(torch.empty(geometry.heads))
         self.reset()
@@ -64,18 +70,24 @@ class MemorizingMemory(ParallelMemory):
         if not self.shares_softmax:
             nn.init.zeros_(self.gate)
 
-    def start(self, batch: int, device: torch.device | str | None = None) -> Queue:
-        """An empty queue."""
+    def start(self, batch: int, device: torch.device | str | None = None) -> State:
+        """An empty queue; nothing, if the layer's window holds its tokens."""
+        if self.widens:
+            return ()
         shape = (batch, self.geometry.kv_heads, self.order, self.geometry.head_dim)
         return Queue(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
 
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """The tokens in the queue."""
+        if self.widens:
+            return ()
         key, value = (part[:, :, max(self.order - seen, 0) :] for part in state)
         return self._columns(key, value, host)
 
-    def write(self, state: State, block: Block, seen: int) -> Queue:
+    def write(self, state: State, block: Block, seen: int) -> State:
         """New tokens in, as many of the oldest out."""
+        if self.widens:
+            return ()
         key, value = (
             torch.cat((part[:, :, signal.shape[2] :], wide(self._stored(signal[:, :, -self.order :]))), dim=2)
             for part, signal in zip(state, (block.key, block.value), strict=True)
@@ -95,7 +107,9 @@ class MemorizingMemory(ParallelMemory):
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
         """The queue of each block is a slice of the sample: the tokens before it."""
-        readings = []
+        if self.widens:
+            return []
+        readings: list[Reading] = []
         for block in range(1, -(-key.shape[2] // self.geometry.block_size)):
             keys, values = (self._stored(self.history(x, block)[:, :, -self.order :]) for x in (key, value))
             readings.append(self._columns(keys, values, host))

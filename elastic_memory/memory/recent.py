@@ -12,15 +12,16 @@ from elastic_memory.shapes import Float, Tensor
 
 
 class RecentMemory(ParallelMemory):
-    """`share` of `order` is a queue at its true positions, the rest a polynomial; both join the block's softmax."""
+    """`share` of `order` is a queue at its true positions, the rest a polynomial; both join the block's softmax.
+
+    Under sliding attention the queue is a window wider by as many tokens.
+    """
 
     info = MemoryInfo(
         source="control: elastic memory beside a queue, at equal floats",
         phrase="the newest tokens raw, the whole history as a polynomial",
     )
     shares_softmax = True
-    no_join = None
-    no_sliding = "queue and window would hold the same tokens, and count them twice in one softmax"
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class RecentMemory(ParallelMemory):
             detach_every=detach_every,
         )
         self.queue = MemorizingMemory(geometry, order=raw, combine="joint", positions="full", detach_every=detach_every)
+        self.widens, self.no_sliding, self.no_join = self.queue.widens, self.queue.no_sliding, self.queue.no_join
         self.retrieval = self.elastic.retrieval
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
@@ -69,8 +71,8 @@ class RecentMemory(ParallelMemory):
         self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
     ) -> Sequence[Reading]:
         """The readings of both, side by side."""
-        parts = (memory.read_all(key, value, host) for memory in (self.elastic, self.queue))
-        return [_beside(*pair) for pair in zip(*parts, strict=True)]
+        readings, queues = (memory.read_all(key, value, host) for memory in (self.elastic, self.queue))
+        return [_beside(*pair) for pair in zip(readings, queues, strict=True)] if queues else readings
 
     def set_retrieval(self, **changes: Any) -> None:
         """Change how the polynomial is read; the queue stays as it is."""
@@ -84,4 +86,6 @@ class RecentMemory(ParallelMemory):
 
 
 def _beside(elastic: Reading, queue: Reading) -> Reading:
+    if not queue:
+        return elastic
     return tuple(torch.cat((a, b.to(a.dtype)), dim=2) for a, b in zip(elastic, queue, strict=True))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from elastic_memory import sampling as samplings
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
-from elastic_memory.memory.tools import static, wide
+from elastic_memory.memory.tools import one_of, static, wide
 from elastic_memory.shapes import Float, Int, Tensor
 
 
@@ -42,6 +42,9 @@ class SampledMemory(ParallelMemory):
     A stream cannot recover a token that it dropped. So after each block it keeps, of the tokens kept so far and the new
     ones, those nearest to the sample points; collisions move outward to the nearest free token. A cell stands for its
     middle. Until more than `order` tokens came, all of them are kept.
+
+    `mass`: a token gets on its scores the logarithm of how many tokens are nearer to it than to any other that was
+    kept. `query`: rotated or raw, as for elastic memory.
     """
 
     info = MemoryInfo(
@@ -59,6 +62,8 @@ class SampledMemory(ParallelMemory):
         order: int = 540,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
+        mass: bool = False,
+        query: str = "rotated",
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
@@ -66,6 +71,8 @@ class SampledMemory(ParallelMemory):
             raise ValueError(f"{order} tokens: give an order (memory_order) from 1 on")
         options: dict[str, object] = dict(sampling_options or {})
         samplings.resolve(sampling, options)
+        self.adds_score = mass
+        self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
         self.rule = Rule(order, sampling, tuple(sorted(options.items())))
 
     def start(self, batch: int, device: torch.device | str | None = None) -> Picked:
@@ -76,7 +83,9 @@ class SampledMemory(ParallelMemory):
 
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """The tokens, without positions."""
-        return tuple(part[:, :, max(self.rule.order - seen, 0) :] for part in state[:2])
+        empty = max(self.rule.order - seen, 0)
+        reading = tuple(part[:, :, empty:] for part in state[:2])
+        return (*reading, log_mass(state[2][:, empty:], seen)) if self.adds_score else reading
 
     def write(self, state: State, block: Block, seen: int) -> Picked:
         """Of the tokens kept and the new ones, keep those nearest to the sample points."""
@@ -99,10 +108,20 @@ class SampledMemory(ParallelMemory):
         """The tokens that a stream would still have, straight from the sample."""
         size = static(self.geometry.block_size)
         left = _survivors(self.rule, size, static(-(-key.shape[2] // size)), str(key.device))
-        return [
-            tuple(self.history(signal, block)[:, :, kept] for signal in (key, value))
-            for block, kept in enumerate(left, 1)
-        ]
+        readings = []
+        for block, kept in enumerate(left, 1):
+            reading = tuple(self.history(signal, block)[:, :, kept] for signal in (key, value))
+            if self.adds_score:
+                time = (kept - block * size + 0.5).expand(len(key), -1)
+                reading = (*reading, log_mass(time, block * size))
+            readings.append(reading)
+        return readings
+
+
+def log_mass(time: Float[Tensor, "batch kept"], seen: int) -> Float[Tensor, "batch 1 kept 1"]:
+    """The logarithm of how many of `seen` tokens are nearest to each that was kept."""
+    edges = F.pad((time[:, 1:] + time[:, :-1]) / 2, (1, 0), value=-seen)
+    return F.pad(edges, (0, 1)).diff(dim=1).log()[:, None, :, None]
 
 
 def nearest(time: Float[Tensor, "batch candidate"], points: Float[Tensor, " order"]) -> Int[Tensor, "batch order"]:

@@ -23,20 +23,22 @@ def gated(
     return mixed if visible is None else torch.where(visible.any(1)[:, None, None, None], mixed, local)
 
 
-def group_by_size(blocks: int, readings: Sequence[Reading]) -> list[tuple[int, int, Reading | None]]:
+def group_by_size(blocks: int, readings: Sequence[Reading], alone: int = 1) -> list[tuple[int, int, Reading | None]]:
     """Neighbouring blocks whose readings have one size, for one call each: (first, last, their readings as one batch).
 
-    Block 0 is alone: it has no previous block, and a reading only if there are as many readings as blocks.
+    The readings are those of the last blocks; earlier ones have none. The first blocks are `alone`, as they have fewer
+    tokens before them than the others.
     """
-    start, readings = (readings[0], readings[1:]) if len(readings) == blocks else (None, readings)
-    groups: list[tuple[int, int, Reading | None]] = [(0, 1, start)]
-    if not readings and blocks > 1:
-        return [*groups, (1, blocks, None)]
-    for _, group in groupby(readings, key=lambda reading: static(reading[0].shape[2])):
+    own = [None] * (blocks - len(readings)) + list(readings)
+    sizes = [(min(index, alone), -1 if one is None else static(one[0].shape[2])) for index, one in enumerate(own)]
+    groups: list[tuple[int, int, Reading | None]] = []
+    for (_, size), group in groupby(range(blocks), key=lambda index: sizes[index]):
         alike = list(group)
-        first = groups[-1][1]
-        stacked = tuple(torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*alike, strict=True))
-        groups.append((first, first + len(alike), stacked))
+        first, last = alike[0], alike[-1] + 1
+        stacked = None
+        if size >= 0:
+            stacked = tuple(torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*own[first:last], strict=True))
+        groups.append((first, last, stacked))
     return groups
 
 

@@ -9,16 +9,19 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 
+from elastic_memory.common.hooks import has_hooks
 from elastic_memory.memory import Geometry
 from elastic_memory.memory.contract import with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import BLOCK_SIZE, MEMORY, MemorySettings, refuse_dropout
 from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
-from elastic_memory.model.hooks import has_hooks
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Decoders whose layers consist of PARTS and nothing else (tests/model/test_families.py).
+FAMILIES = ("arcee", "gemma", "jais2", "llama", "mistral", "qwen2", "qwen3")
+PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 SAVED = "elastic_memory"  # the key under which settings travel in the model's own config.json
 # The class that FSDP wraps as a layer; tensor and pipeline plans do not hold with a memory.
 WRAPPED = {"_no_split_modules": ["MemoryLayer"], "supports_tp_plan": False, "supports_pp_plan": False}
@@ -42,13 +45,17 @@ def attach_memory(
     memory: str | None = None,
     local_attention: str | None = None,
     sampling_options: dict[str, float] | None = None,
+    window: int | None = None,
+    silent: bool | None = None,
     **memory_options: Any,
 ) -> Any:
-    """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 a memory, in place; its own weights stay where they are.
+    """Give a pretrained Llama or another of FAMILIES a memory, in place; its own weights stay where they are.
 
     Settings that are not given are those the model was saved with, if it was saved with this memory; else elastic
-    memory in blocks of 2,048. Elastic memory adds no parameters. In its first block the model computes what it did
-    before.
+    memory in blocks of 2,048. In its first block the model computes what it did before.
+
+    A new memory is `silent`: until it is trained, every block is computed as without memory. That adds one parameter
+    per head, the gain (choices.md, "silent start"). With `silent=False` memory is heard at once, without a gain.
     """
     config = model.config
     _check(model)
@@ -57,6 +64,7 @@ def attach_memory(
     named = {
         "memory": memory, "memory_layers": layers, "local_attention": local_attention, "memory_order": order,
         "memory_points": points, "sampling": sampling, "sampling_options": sampling_options, "block_size": block_size,
+        "window": window,
     }  # fmt: skip
     given = {name: value for name, value in named.items() if value is not None}
     saved = getattr(config, SAVED, None) or {}
@@ -64,6 +72,9 @@ def attach_memory(
     values = DEFAULTS | (_kept(saved, given) if again else {}) | given
     values["memory_options"] = values["memory_options"] | memory_options
     settings = _settings(model, values)
+    if _silent(silent, settings, again):
+        values["memory_options"]["silent"] = True
+        settings = _settings(model, values)
     if again and not hasattr(config, RECORD):
         warn_of_defaults(settings, model.name_or_path)
     elif again:
@@ -127,10 +138,32 @@ def _check(model: Any) -> None:
         raise ValueError(f"{type(model).__name__}: memory can be attached to causal LMs of {', '.join(FAMILIES)}")
     refuse_dropout(model.config)
     refuse_spread(model)
+    _refuse_other_parts(model)
     for index, layer in enumerate(model.model.layers):
         for name, part in ((f"layers.{index}", layer), (f"layers.{index}.self_attn", layer.self_attn)):
             if has_hooks(part):
                 raise ValueError(f"{name} has hooks, which its replacement would not have: remove them, and hook again")
+
+
+def _refuse_other_parts(model: Any) -> None:
+    """Refuse what a memory layer would leave out, silently: further parts, partial rotary positions, other scales."""
+    found = []
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        found += [name for name, _ in layer.named_children() if name not in PARTS]
+        found += [f"self_attn.{name}" for name, _ in attention.named_children() if name not in ATTENTION_PARTS]
+        if abs(attention.scaling * attention.head_dim**0.5 - 1) > 1e-6:
+            found.append(f"attention scores scaled by {attention.scaling}")
+    rotated, size = 2 * len(model.model.rotary_emb.inv_freq), model.model.layers[0].self_attn.head_dim
+    if rotated != size:
+        found.append(f"rotary positions of {rotated} of {size} features")
+    if getattr(model.config, "use_bidirectional_attention", False):
+        found.append("bidirectional attention")
+    if found:
+        raise ValueError(
+            f"{type(model).__name__} has {', '.join(sorted(set(found)))}: memory can be attached to layers of "
+            "q_proj, k_proj, v_proj, o_proj, norms and an MLP, with plain rotary positions"
+        )
 
 
 def _refuse_wrapped(model: Any, function: str) -> None:
@@ -139,10 +172,25 @@ def _refuse_wrapped(model: Any, function: str) -> None:
 
 
 def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The saved settings that still apply: options of one sampling do not fit another."""
+    """The saved settings that still apply: options of one sampling do not fit another, only sliding has a window."""
     other = "sampling" in given and given["sampling"] != saved["sampling"]
     options = {"memory_options": with_new_names(saved.get("memory_options")) or {}}
-    return saved | options | ({"sampling_options": None} if other else {})
+    slides = given.get("local_attention", "sliding") == "sliding"
+    return saved | options | ({"sampling_options": None} if other else {}) | ({} if slides else {"window": None})
+
+
+def _silent(silent: bool | None, settings: MemorySettings, again: bool) -> bool:
+    """Whether the memory starts silent: as given, as saved, or if it is new and can."""
+    had = bool(settings.memory_options.get("silent"))
+    if again and silent not in (None, had):
+        raise ValueError(
+            f"silent={silent}: this memory was trained and saved {'with' if had else 'without'} gains; leave silent "
+            "out, or give another memory"
+        )
+    if again or silent is not None:
+        return had or bool(silent)
+    with torch.device("meta"):
+        return any(settings.memory_at(layer).start(1, "meta") for layer in settings.layers())
 
 
 def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
@@ -150,10 +198,11 @@ def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
     values = dict(values)
     settings = MemorySettings(geometry=_geometry(model.config, values.pop("block_size")), **values)
     window = getattr(model.config, "sliding_window", None)
-    if window and (settings.local_attention == "full" or settings.geometry.block_size > window):
+    if window and (settings.local_attention == "full" or settings.locality.window > window):
+        name = "block_size" if settings.window is None else "window"
         raise ValueError(
-            f"{type(model).__name__} looks back {window} tokens, which block_size={settings.geometry.block_size} with "
-            f"local_attention={settings.local_attention!r} exceeds: give a block_size up to {window}"
+            f"{type(model).__name__} looks back {window} tokens, which {name}={settings.locality.window} with "
+            f"local_attention={settings.local_attention!r} exceeds: give a {name} up to {window}"
         )
     return settings
 
@@ -200,7 +249,10 @@ def _match(layers: nn.ModuleList, model: Any, memory: str) -> None:
     for layer in layers:
         like = layer.input_layernorm.weight  # projections may be quantised
         if like.is_meta and hasattr(layer.input_layernorm, "_hf_hook") and extra_parameters(layer.memory):
-            raise ValueError(f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading")
+            raise ValueError(
+                f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading, or, if gains "
+                "are its only parameters, with silent=False"
+            )
         layer.memory.to(device=like.device, dtype=like.dtype)
-        layer.memory.reset()
+        layer.memory.initialise()
         layer.train(model.training)

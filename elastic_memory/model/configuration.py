@@ -61,6 +61,7 @@ class MemorySettings:
     memory: str = MEMORY
     memory_layers: list[int] | None = None
     local_attention: str = "block"
+    window: int | None = None
     memory_order: int | None = None
     memory_points: int | None = None
     sampling: str | Callable | None = None
@@ -75,11 +76,12 @@ class MemorySettings:
         for layer in self.memory_layers or ():
             if not 0 <= layer < self.geometry.layers:
                 raise ValueError(f"memory_layers has {layer}; this model has layers 0 to {self.geometry.layers - 1}")
+        _check_window(self.window, self.local_attention, self.geometry.block_size)
         kind = MEMORIES[self.memory]
         if not kind.info.layers(1) and self.memory_layers:
             raise ValueError(f"memory={self.memory!r} with memory_layers={self.memory_layers}: leave the layers out")
         with torch.device("meta"):  # only to check its options
-            memory = kind.build(self.geometry, self.options())
+            memory = kind.build(self._host_geometry, self.options())
         if self.local_attention == "full" and self.layers():
             raise ValueError("local_attention='full' sees everything already: use it with memory='none'")
         if self.local_attention == "sliding" and memory.no_sliding:
@@ -88,7 +90,12 @@ class MemorySettings:
     @property
     def locality(self) -> Locality:
         """What a token sees without memory."""
-        return Locality(self.local_attention, self.geometry.block_size)
+        return Locality(self.local_attention, self.geometry.block_size, self.window or self.geometry.block_size)
+
+    @property
+    def _host_geometry(self) -> Geometry:
+        """The layer, as its memory is told of it."""
+        return replace(self.geometry, sliding=self.local_attention == "sliding")
 
     def options(self) -> dict[str, Any]:
         """Arguments of the mechanism: only those that were given, so that one it does not have is an error."""
@@ -112,7 +119,7 @@ class MemorySettings:
     def memory_at(self, index: int) -> Memory:
         """A fresh memory for one layer."""
         if index in self.layers():
-            return MEMORIES[self.memory].build(self.geometry, self.options())
+            return MEMORIES[self.memory].build(self._host_geometry, self.options())
         return MEMORIES["none"].build(self.geometry, {})
 
 
@@ -121,9 +128,11 @@ class MemoryLlamaConfig(LlamaConfig):
     """A Llama and its memory.
 
     `memory`: a name of MEMORIES. `memory_layers`: indices, None for the mechanism's own choice. `block_size`: tokens
-    that see each other. `local_attention`: block, sliding or full. `memory_order`: size of the state (coefficients; for
-    a queue its tokens; for summaries their number). `memory_points`, `sampling`, `sampling_options`: how the state is
-    read. `memory_options`: further arguments of the mechanism. None leaves a setting to the mechanism's default.
+    that see each other. `local_attention`: block, sliding or full. `window`: tokens that a token sees under sliding
+    attention, whole blocks; None for one block. Memory holds what is older. `memory_order`: size of the state
+    (coefficients; for a queue its tokens; for summaries their number). `memory_points`, `sampling`, `sampling_options`:
+    how the state is read. `memory_options`: further arguments of the mechanism. None leaves a setting to the
+    mechanism's default.
     `pad_heads`: store each head padded with zeros to a multiple of 8, which the fastest attention kernels need.
     `residual_in_fp32`: under autocast, keep the residual stream in float32.
     """
@@ -138,6 +147,7 @@ class MemoryLlamaConfig(LlamaConfig):
     memory_layers: list[int] | None = None
     block_size: int = BLOCK_SIZE
     local_attention: str = "block"
+    window: int | None = None
     memory_order: int | None = None
     memory_points: int | None = None
     sampling: str | None = None
@@ -240,6 +250,7 @@ class MemoryLlamaConfig(LlamaConfig):
             memory=self.memory,
             memory_layers=self.memory_layers,
             local_attention=self.local_attention,
+            window=self.window,
             memory_order=self.memory_order,
             memory_points=self.memory_points,
             sampling=self.sampling,
@@ -262,7 +273,7 @@ class MemoryLlamaConfig(LlamaConfig):
                 f"memory_multiple={memory_multiple}: give 1, 2, 4, 8 or 16, as the paper does, or any from 1 on"
             )
         bare = {key: value for key, value in values.items() if not key.startswith(("memory_", "sampling"))}
-        shape = cls(memory="none", **(bare | {"local_attention": "block"})).geometry()
+        shape = cls(memory="none", **(bare | {"local_attention": "block", "window": None})).geometry()
         kind = MEMORIES[memory]
         if "memory_order" not in overrides:
             values["memory_order"] = kind.info.order_at(memory_multiple, shape)
@@ -275,6 +286,16 @@ def known(name: Any, names: Any, what: str) -> None:
     """Refuse a name that is not among `names`; suggest the nearest."""
     if name not in names:
         raise ValueError(f"{what}={name!r}: {suggest(str(name), names)}")
+
+
+def _check_window(window: int | None, local_attention: str, block_size: int) -> None:
+    """Refuse a window that nothing uses, or that is not made of whole blocks."""
+    if window is None:
+        return
+    if local_attention != "sliding":
+        raise ValueError(f"window={window} with local_attention={local_attention!r}: only 'sliding' has a window")
+    if window < block_size or window % block_size:
+        raise ValueError(f"window={window}: give a multiple of block_size={block_size}, as memory is written by blocks")
 
 
 def refuse_dropout(config: Any) -> None:

@@ -6,13 +6,14 @@ all blocks at once (`all_blocks`). Streams call the same parts (`streaming/`).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from elastic_memory.attention import masked, trapezoidal, used_twice, window_mask
+from elastic_memory.attention import masked, multiple_of_8, trapezoidal, used_twice, window_mask, with_features
 from elastic_memory.common.speedups import find
 from elastic_memory.memory import Block, Host, Memory, ParallelMemory, Reading, State, SummaryTokenMemory
 from elastic_memory.memory.contract import Blocks
@@ -23,7 +24,7 @@ from elastic_memory.shapes import Bool, Float, Tensor
 
 Hidden = Float[Tensor, "batch token width"]
 
-fast = find("summary_tokens")
+fast, windows = find("summary_tokens"), find("windows")
 
 
 class MemoryAttention(nn.Module):
@@ -70,12 +71,39 @@ class MemoryAttention(nn.Module):
         visible: Bool[Tensor, "batch column"] | None = None,
     ) -> Heads:
         """Attention of a block: `key` and `value` are all its columns, those of memory in front included."""
-        return self.remember(self.attend(rotated, key, value, mask), query, rotated, reading, visible)
+        return self.remember(self.attend(rotated, key, value, mask, reading, query), query, rotated, reading, visible)
 
     def attend(
-        self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None = None
+        self,
+        rotated: Heads,
+        key: Heads,
+        value: Heads,
+        mask: Bool[Tensor, "*rows query key"] | None = None,
+        reading: Reading | None = None,
+        query: Heads | None = None,
     ) -> Heads:
-        """Softmax attention; without a mask the queries are the last of the keys' tokens."""
+        """Softmax attention; without a mask the queries are the last of the keys' tokens.
+
+        `reading`: what stands in front, if it is memory's; `query`: before rotary positions, if memory wants them so.
+        """
+        if not reading or not self.memory.shares_softmax or self.memory.scores_alike:
+            return self._softmax(rotated, key, value, mask)
+        columns, dim = reading[0].shape[2], value.shape[-1]
+        known, own = key[:, :, :columns], key[:, :, columns:]
+        looking, known = self.looking(rotated, query, known, reading)
+        if self.memory.raw_queries:  # [rotated, raw] meet [own, 0] and [0, known]
+            known, looking = nn.functional.pad(known, (dim, 0)), torch.cat((rotated, looking), dim=-1)
+        key = torch.cat((known, nn.functional.pad(own, (0, known.shape[-1] - dim))), dim=2)
+        looking, key, value = multiple_of_8(looking, key, value)
+        return self._softmax(looking, key, value, mask)[..., :dim]
+
+    def looking(self, rotated: Heads, query: Heads | None, known: Heads, reading: Reading) -> tuple[Tensor, Tensor]:
+        """Queries for memory's columns and their keys, whose products are scores with all that memory adds to them."""
+        asking = query if query is not None and self.memory.raw_queries else rotated
+        score = reading[2] if self.memory.adds_score else None
+        return with_features(asking, known, self.scaling, self.memory.gain, score)
+
+    def _softmax(self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None) -> Heads:
         if mask is None:
             return trapezoidal(rotated, key, value, self.scaling)
         return masked(rotated, key, value, mask, self.scaling)
@@ -91,7 +119,13 @@ class MemoryAttention(nn.Module):
         """What a memory outside the block's softmax adds to the block's own attention."""
         if not reading or self.memory.shares_softmax:
             return local
-        return self.memory.mix(local, query, rotated, reading, visible)
+        return self.weighed(local, self.memory.mix(local, query, rotated, reading, visible))
+
+    def weighed(self, local: Tensor, mixed: Tensor) -> Tensor:
+        """What a memory outside the softmax made of the block's own attention, as far as its gain says."""
+        if self.memory.gain is None:
+            return mixed
+        return (local + self.memory.gain.abs()[..., None, None] * (mixed - local)).to(mixed.dtype)
 
     def attend_blocks(
         self,
@@ -99,28 +133,57 @@ class MemoryAttention(nn.Module):
         key: Blocks,
         value: Blocks,
         readings: Sequence[Reading],
-        previous: Blocks | None = None,
+        window: int | None = None,
+        before: Callable[[int, int], tuple[Heads, Heads]] | None = None,
+        raw: Blocks | None = None,
     ) -> Blocks:
         """`attend` for all blocks of a sample; blocks with as many columns in front go together.
 
-        In front of a block stands its reading, and with sliding attention the block before it, whose keys at their
-        positions before this block are `previous`.
+        In front of a block stands its reading, and with sliding attention the tokens of a `window` before it:
+        `before(first, last)` returns their keys, at their positions, and values for some blocks. `raw`: queries before
+        rotary positions, if memory wants them so.
         """
         blocks, size, parts = rotated.shape[1], rotated.shape[3], []
-        alone = len(readings) > 0 or previous is not None  # block 0 has less in front than the others
-        for first, last, reading in group_by_size(blocks, readings) if alone else [(0, blocks, None)]:
-            query, *window = (x[:, first:last].flatten(0, 1) for x in (rotated, key, value))
-            mask = None
-            if previous is not None and first > 0:
-                before = [x[:, first - 1 : last - 1].flatten(0, 1) for x in (previous, value)]
-                window = [torch.cat(pair, dim=2) for pair in zip(before, window, strict=True)]
-            columns = self.prepend(reading, *self.probed(*window))
-            if previous is not None:
-                front = columns[0].shape[2] - window[0].shape[2]
-                mask = window_mask(size, window[0].shape[2] - size, size, rotated.device)
+        alone = int(len(readings) > 0) if window is None else -(-window // size)
+        for first, last, reading in group_by_size(blocks, readings, alone):
+            query, *own = (x[:, first:last].flatten(0, 1) for x in (rotated, key, value))
+            own, mask = self.probed(*own), None
+            if before is not None and first > 0:
+                own = [torch.cat(pair, dim=2) for pair in zip(before(first, last), own, strict=True)]
+            columns = self.prepend(reading, *own)
+            if window is not None:
+                front = columns[0].shape[2] - own[0].shape[2]
+                mask = window_mask(size, own[0].shape[2] - size, window, rotated.device)
                 mask = torch.cat((mask.new_ones(size, front), mask), dim=1)
-            parts.append(self.attend(query, *columns, mask).unflatten(0, (-1, last - first)))
+            asking = None if raw is None else raw[:, first:last].flatten(0, 1)
+            mixed = self.attend(query, *columns, mask, reading, asking)
+            parts.append(mixed.unflatten(0, (-1, last - first)))
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+    def slide_blocks(
+        self,
+        query: Heads,
+        key: Heads,
+        value: Heads,
+        rotated: Blocks,
+        readings: Sequence[Reading],
+        window: int,
+        raw: Blocks | None = None,
+    ) -> Blocks:
+        """`attend_blocks` under sliding attention without masks: the window in one softmax part, memory in another.
+
+        `query` and `key` are at their positions in the sample, `rotated` are the queries at those in their blocks.
+        """
+        blocks, size = rotated.shape[1], rotated.shape[3]
+        parts = []
+        for first, last, reading in group_by_size(blocks, readings, alone=0):
+            if reading:
+                known, held = (part.to(value.dtype) for part in reading[:2])
+                asking, unrotated = (x if x is None else x[:, first:last].flatten(0, 1) for x in (rotated, raw))
+                if not self.memory.scores_alike:
+                    asking, known = self.looking(asking, unrotated, known, reading)
+                parts.append((asking, known, held))
+        return _split_blocks(windows.attend(query, key, value, window, self.scaling, parts), size)
 
     def probed(self, key: Heads, value: Heads) -> tuple[Heads, Heads]:
         """The block's own keys and values, as attention gets to see them."""
@@ -143,7 +206,8 @@ class MemoryLayer(GradientCheckpointingLayer):
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.locality = locality
-        self._holders = [part for part in memory.modules() if part._parameters]
+        self.window = locality.window + memory.widens if locality.sliding else None  # tokens that a token sees
+        self._holders = [part for part in memory.modules() if list(part.parameters(recurse=False))]
 
     @property
     def memory(self) -> Memory:
@@ -195,8 +259,19 @@ class MemoryLayer(GradientCheckpointingLayer):
         written_key, written_value = key, value
         if self.memory.reach != 0:
             (key, written_key), (value, written_value) = used_twice(key), used_twice(value)
-        readings = self.memory.read_all(written_key, written_value, self.host(rope))
+        readings = self.read_all(written_key, written_value, self.host(rope))
         return self.attend_blocks(hidden, rope, (query, key, value), readings)
+
+    def read_all(self, key: Heads, value: Heads, host: Host) -> Sequence[Reading]:
+        """What the last blocks of a sample read from memory; memory lags behind a window of several blocks."""
+        lag = self.locality.lag
+        if not lag:
+            return self.memory.read_all(key, value, host)
+        blocks, written = -(-key.shape[2] // self.locality.block_size), max(key.shape[2] - lag, 1)
+        readings = self.memory.read_all(key[:, :, :written], value[:, :, :written], host)
+        if self.memory.reads_start:  # until something has left the window, as block 0 does
+            return [readings[0]] * (blocks - len(readings)) + list(readings)
+        return readings
 
     def attend_blocks(
         self, hidden: Hidden, rope: Rope, heads: tuple[Heads, Heads, Heads], readings: Sequence[Reading]
@@ -206,18 +281,41 @@ class MemoryLayer(GradientCheckpointingLayer):
         size = self.locality.span(length)
         query, key, value = heads
         outside = len(readings) > 0 and not self.memory.shares_softmax
-        query, raw = used_twice(query) if outside else (query, None)
+        query, raw = used_twice(query) if outside or self.memory.raw_queries else (query, None)
         query, key, value = (_split_blocks(x, size) for x in (query, key, value))
-        rotated, rotated_key = (rope.inside(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in (query, key))
-        previous = None
-        if self.locality.sliding:
-            positions = torch.arange(-size, 0, device=hidden.device)
-            previous = rope(key.flatten(0, 1), positions).unflatten(0, key.shape[:2])
-        mixed = self.self_attn.attend_blocks(rotated, rotated_key, value, [] if outside else readings, previous)
-        if raw is not None:
-            mixed = self.memory.mix_all(mixed, _split_blocks(raw, size), rotated, readings)
+        raw = None if raw is None else _split_blocks(raw, size)
+        joining = [] if outside else readings
+        if self.window is not None and self._slides_fast(query, key):
+            rotated = _inside(rope, query) if len(readings) > 0 else query  # only memory is read from inside a block
+            whole = rope.inside(_join_blocks(query)), rope.inside(_join_blocks(key)), _join_blocks(value)
+            mixed = self.self_attn.slide_blocks(*whole, rotated, joining, self.window, raw)
+        else:
+            rotated, rotated_key = _inside(rope, query), _inside(rope, key)
+            before = None if self.window is None else partial(self.before, rope, key, value)
+            mixed = self.self_attn.attend_blocks(rotated, rotated_key, value, joining, self.window, before, raw)
+        if outside:
+            remembered = self.memory.mix_all(mixed, raw, rotated, readings)
+            mixed = self.self_attn.weighed(mixed, remembered)
         # [batch, block, head, token, dim] -> [batch, head, token, dim]
         return self.finish(hidden, mixed.transpose(1, 2).flatten(2, 3)[:, :, :length])
+
+    def _slides_fast(self, query: Blocks, key: Blocks) -> bool:
+        """Whether sliding attention runs without masks."""
+        return windows is not None and self.self_attn.corrupt is None and windows.supports(query, key)
+
+    def before(self, rope: Rope, key: Blocks, value: Blocks, first: int, last: int) -> tuple[Heads, Heads]:
+        """Keys, at their positions, and values of the tokens of a window before each block from `first` to `last`."""
+        size = key.shape[3]
+        count = min(first * size, self.window or 0)
+        # [batch, head, token, dim] -> windows [batch, head, block, dim, token], each moved on by a block
+        key, value = (
+            _join_blocks(x)[:, :, first * size - count : (last - 1) * size]
+            .unfold(2, count, size)
+            .permute(0, 2, 1, 4, 3)
+            .flatten(0, 1)
+            for x in (key, value)
+        )
+        return rope(key, torch.arange(-count, 0, device=key.device)), value
 
     def finish(self, hidden: Hidden, mixed: Heads) -> Hidden:
         """What follows on attention: its output projection and the MLP, each added to the residual stream."""
@@ -244,13 +342,18 @@ class MemoryLayer(GradientCheckpointingLayer):
             _, key, value = self.self_attn.project(self.input_layernorm(tokens.to(self.input_layernorm.weight.dtype)))
             return key, value
 
-        return Host(rope, project)
+        def lagging(x: Heads, positions: Tensor) -> Heads:
+            return rope(x, positions - self.locality.lag)
+
+        return Host(lagging if self.locality.lag else rope, project)
 
     def span(self, length: int) -> tuple[int, int]:
         """Positions that a sample of `length` tokens needs: before a block, and from its beginning on."""
         size, memory = self.locality.span(length), self.memory
         if isinstance(memory, SummaryTokenMemory):
             return memory.front_size, size + len(memory.tail()) + PADDING
+        if self.window is not None and windows is not None and length <= windows.LONGEST:
+            return 0, -(-length // size) * size
         return 0, size
 
     def fetch(self) -> list[Any]:
@@ -273,3 +376,13 @@ def _split_blocks(x: Heads, size: int) -> Blocks:
     if short:
         x = nn.functional.pad(x, (0, 0, 0, 0, 0, short))
     return x.unflatten(1, (-1, size)).transpose(2, 3)
+
+
+def _inside(rope: Rope, x: Blocks) -> Blocks:
+    """At positions inside each block."""
+    return rope.inside(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def _join_blocks(x: Blocks) -> Heads:
+    """Undo `_split_blocks`, without the copy."""
+    return x.transpose(2, 3).flatten(1, 2).transpose(1, 2)

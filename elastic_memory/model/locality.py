@@ -5,15 +5,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Locality:
-    """Its `block`, the newest `block_size` tokens (`sliding`), or all (`full`)."""
+    """Its `block`, the newest `window` tokens (`sliding`), or all (`full`)."""
 
     kind: str
     block_size: int
+    window: int  # of sliding attention, whole blocks
 
     @property
     def sliding(self) -> bool:
-        """Whether a token sees part of the previous block."""
+        """Whether a token sees tokens of earlier blocks."""
         return self.kind == "sliding"
+
+    @property
+    def lag(self) -> int:
+        """Tokens before a block that its memory does not hold yet, as the window shows them to the whole block."""
+        return self.window - self.block_size if self.sliding else 0
 
     def span(self, length: int) -> int:
         """Block length for a sample of `length` tokens."""

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elastic_memory.common.hooks import has_hooks
 from elastic_memory.common.speedups import find
-from elastic_memory.model.hooks import has_hooks
 from elastic_memory.shapes import Float, Int, Tensor
 
 # A weight [vocabulary, width], or a module that does more than multiply by it.

@@ -132,7 +132,9 @@ class MemoryCausalLM(Mixed):
     def memories(self) -> dict[int, Memory]:
         """The memories by layer index, layers without one left out."""
         return {
-            index: layer.memory for index, layer in enumerate(self.base_model.layers) if layer.memory.start(1, "meta")
+            index: layer.memory
+            for index, layer in enumerate(self.base_model.layers)
+            if layer.memory.start(1, "meta") or layer.memory.widens
         }
 
     def set_retrieval(self, **changes: Any) -> None:
@@ -191,6 +193,26 @@ class MemoryCausalLM(Mixed):
                 with cache.newest_again():  # for its logits
                     return super().generate(inputs, *args, **kwargs)
         return super().generate(inputs, *args, **kwargs)
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Greedy decoding and sampling as in transformers; on a GPU by captured steps."""
+        fast = find("generation")
+        if fast is not None and fast.serves(self, generation_config, synced_gpus, kwargs.get("past_key_values")):
+            return fast.sample(
+                self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, kwargs
+            )
+        return super()._sample(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs
+        )
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
@@ -277,7 +299,7 @@ class _Initialised(Mixed):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Memory):
-            module.reset()
+            module.initialise()
 
 
 class MemoryLlamaModel(MemoryBackbone, _Initialised, LlamaModel):

@@ -68,11 +68,14 @@ def views(model: Any, ids: Int[Tensor, " token"], block: int) -> list[LayerView]
                 query, key, _ = (x[0].float() for x in layer.self_attn.project(layer.input_layernorm(entering[index])))
                 reading = cache.streams[index].reading
                 columns = reading[0][0].float() if reading else key[:, :0]
-                weights = attention(layer, rope, query, key, history[index][-1:], columns)[..., : columns.shape[1]]
+                added = reading[2][0, :, :, 0].float() if reading and layer.memory.adds_score else 0.0
+                heads = attention(layer, rope, query, key, history[index], columns, added)
+                weights = heads[..., : columns.shape[1]]
                 found[index].shares += weights.sum(-1).mean(0).tolist()
                 if columns.shape[1]:
-                    past = torch.cat(history[index], dim=1)
-                    found[index].blocks.append(_look(layer.memory, start, columns, past, weights.mean(1)))
+                    seen = start - layer.locality.lag
+                    past = torch.cat(history[index], dim=1)[:, :seen]
+                    found[index].blocks.append(_look(layer.memory, seen, columns, past, weights.mean(1)))
                 history[index].append(key)
     return list(found.values())
 
@@ -93,20 +96,33 @@ def _entering(layers: dict[int, Any]) -> Iterator[dict[int, Float[Tensor, "1 tok
 
 
 def attention(
-    layer: Any, rope: Any, query: Heads, key: Heads, before: list[Heads], columns: Float[Tensor, "kv_head column dim"]
+    layer: Any,
+    rope: Any,
+    query: Heads,
+    key: Heads,
+    before: list[Heads],
+    columns: Float[Tensor, "kv_head column dim"],
+    added: Float[Tensor, "1 column"] | float = 0.0,
 ) -> Float[Tensor, "head token all"]:
-    """Softmax weights of a block's tokens on the memory tokens, then on the block (a sliding window: and the last)."""
-    tokens, size = query.shape[1], layer.locality.block_size
+    """Softmax weights of a block's tokens on the memory tokens, then on the block (a sliding window: and before it).
+
+    `added`: by the memory to the scores of its tokens.
+    """
+    tokens = query.shape[1]
     positions = torch.arange(tokens, device=query.device)
     local = [rope(key[None], positions)[0]]
-    if layer.locality.sliding and before:
-        local.insert(0, rope(before[0][None], torch.arange(-size, 0, device=query.device))[0])
-    known = torch.cat([columns, *local], dim=1)
-    groups = len(query) // len(known)
-    scores = rope(query[None], positions)[0] @ known.repeat_interleave(groups, dim=0).mT * layer.self_attn.scaling
-    earlier = known.shape[1] - columns.shape[1] - tokens
-    window = size if layer.locality.sliding else earlier + tokens
-    visible = window_mask(tokens, earlier, window, query.device)
+    if layer.window is not None and before:
+        earlier = torch.cat(before, dim=1)[:, -layer.window :]
+        local.insert(0, rope(earlier[None], torch.arange(-earlier.shape[1], 0, device=query.device))[0])
+    known = torch.cat(local, dim=1)
+    rotated, groups = rope(query[None], positions)[0], len(query) // len(known)
+    asking = query if layer.memory.raw_queries else rotated
+    of_memory, of_block = (x.repeat_interleave(groups, dim=0).mT * layer.self_attn.scaling for x in (columns, known))
+    remembered = asking @ of_memory + added
+    if layer.memory.gain is not None:
+        remembered = remembered + layer.memory.gain.abs().float().log()[:, None, None]
+    scores = torch.cat((remembered, rotated @ of_block), dim=2)
+    visible = window_mask(tokens, known.shape[1] - tokens, layer.window or tokens, query.device)
     visible = torch.cat((visible.new_ones(tokens, columns.shape[1]), visible), dim=1)
     return scores.masked_fill(~visible, -torch.inf).softmax(-1)
 

@@ -148,6 +148,27 @@ def streaming(root: Path, what: str) -> str:
     return Table("Streams", columns, rows, note).markdown()
 
 
+def generate(root: Path) -> str:
+    """`model.generate` beside transformers' Llama."""
+    record, rows = newest(root, "generate-h200"), []
+    for run in record["runs"]:
+        batch = f"{run['rows']} rows" if run["rows"] > 1 else "1 row"
+        llama = next(x for x in record["runs"] if x["rows"] == run["rows"] and x["way"] == "transformers' Llama")
+        ratio = run["tokens_per_s"] / llama["tokens_per_s"]
+        rows.append([batch, run["way"], f"{run['tokens_per_s']:,.0f}", f"{ratio:.1f}"])
+    first, long = record["first_token"], record["reading"]
+    same = ", ".join(f"{name} {share:.0%}" for name, share in record["agreement"].items())
+    after = first["two_tokens_ms"] - first["prefill_ms"]
+    note = (
+        f"Preset {record['preset']}, bf16, prompts of {first['prompt']:,} tokens, whose prefill does not count. A warm "
+        f"model gives its second token {after:.0f} ms after a prefill of {first['prefill_ms']:.0f} ms. A prompt of "
+        f"{long['prompt']:,} tokens is read at {long['tokens_per_s'] / 1e3:,.0f}k tokens/s. Share of 64 tokens before "
+        f"the first that differs from the plain path's: {same}. {record['device']}, torch {record['torch']}, "
+        f"transformers {record['transformers']}, commit {record['environment']['commit']}."
+    )
+    return Table("generate", ["batch", "model", "tokens/s", "times Llama"], rows, note).markdown()
+
+
 def decoding(root: Path) -> str:
     """A decoding step by kernel."""
     record, rows = newest(root, "decoding-h200"), []
@@ -195,6 +216,7 @@ def page(root: Path, text: str) -> str:
         "roofline": roofline(root),
         "peers": peers(root),
         "streaming": streaming(root, "streaming-h200"),
+        "generate": generate(root),
         "decoding": decoding(root),
         "streaming-cpu": streaming(root, "streaming-cpu"),
         "operators": operators(root),

@@ -55,7 +55,7 @@ def _tables(lab: Lab) -> list[Experiment]:
 
 def estimate(recipe: Recipe, speeds: Sequence[tuple[Recipe, float]]) -> float | None:
     """Seconds alone on a device: scaled from the measured run with the same memory and the nearest work."""
-    alike = [(other, seconds) for other, seconds in speeds if other.model.memory == recipe.model.memory]
+    alike = [(other, seconds) for other, seconds in speeds if other.built.memory == recipe.built.memory]
     if not alike:
         return None
     work = _work(recipe)

@@ -108,6 +108,11 @@ class Scheduler:
             if code == 0:
                 self.done.append(task.name)
                 tell(f"finished {task.name} in {seconds:.0f} s")
+            elif self.running and "out of memory" in self._last_line(task).lower():
+                # Neighbours held the rest of the device: try again when one of them has ended.
+                self.parallel = len(self.running)
+                self.waiting.insert(0, task)
+                tell(f"{task.name} needs more memory than its neighbours leave: now at most {self.parallel} jobs")
             else:
                 self.failed.append(task.name)
                 tell(f"failed {task.name} (exit {code}): {self._last_line(task)}")

@@ -161,6 +161,10 @@ class MemoryCache(Reader):
         """
         self.whole_call(joining.read, self, ids, group)
 
+    def read_ahead(self, ids: Int[Tensor, "batch token"]) -> int:
+        """Whole blocks of `ids` in parallel, where that is exact."""
+        return joining.read_blocks(self, ids)
+
     def note_text(self, *digests: str) -> None:
         """Remember that texts were read, each given by 32 hexadecimal digits: memory files list them."""
         self.texts = [*self.texts, *digests][-TEXTS:]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from elastic_memory.attention import without_cudnn
+from elastic_memory.common.hooks import has_hooks
 from elastic_memory.memory import Block, Memory, State
 from elastic_memory.shapes import Int, Tensor
 from elastic_memory.streaming import memory_file
@@ -50,6 +51,8 @@ def check_joinable(model: Any, approximate: bool = False) -> None:
     """Refuse a model whose memories cannot be joined, or only approximately."""
     if model.base_model.layers[0].locality.kind == "full":
         raise ValueError("full attention keeps every token instead of a memory: there is nothing to join")
+    if model.base_model.layers[0].locality.lag:
+        raise ValueError("a window of several blocks holds tokens that no memory holds yet: give window=block_size")
     for memory in model.memories.values():
         if memory.no_join:
             raise ValueError(f"{type(memory).__name__} cannot join: {memory.no_join}")
@@ -156,35 +159,47 @@ def _check(cache: Any, last: "MemoryCache | None", what: str) -> None:
 # -- blocks in parallel ------------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = None) -> None:
     """Read `ids`: whole blocks in parallel, and the last block as usual."""
-    backbone, size = cache.model.base_model, cache.block_size
+    cache.begin(len(ids), ids.device)
+    if group is not None:
+        check_joinable(cache.model)
+        _check_alike(cache, ids, group)
+    done = read_blocks(cache, ids, group)
+    cache.model.base_model(input_ids=ids[:, done:], past_key_values=cache, keep=1)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def read_blocks(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = None) -> int:
+    """Read whole blocks of `ids` in parallel, and say how many of its columns that were: 0 if it cannot be done."""
     cache.begin(len(ids), ids.device)
     cache.mark()
     cache.refresh()
     uniform = len(set(zip(cache.seen, cache.opened, strict=True))) == 1
     probed = any(attention.corrupt is not None for attention in cache.attentions)
     known = cache.tokens is not None or not any(cache.opened)
-    if group is not None:
-        check_joinable(cache.model)
-        _check_alike(cache, ids, group)
     joinable = not inexact(cache.model) and not any(memory.no_join for memory in cache.memories)
-    rest = ids if cache.tokens is None else torch.cat((cache.tokens[:, : cache.opened[0]], ids), dim=1)
-    blocks = (rest.shape[1] - 1) // size
-    if blocks < 2 or not (uniform and known and joinable) or probed or cache.recording:
-        backbone(input_ids=ids, past_key_values=cache, keep=1)
-        return
-    whole, rest = rest.split([blocks * size, rest.shape[1] - blocks * size], dim=1)
+    opened, size = cache.opened[0], cache.block_size
+    blocks = (opened + ids.shape[1] - 1) // size
+    if blocks < 2 or not (uniform and known and joinable) or probed or cache.recording or _watched(cache):
+        return 0
+    done = blocks * size - opened
+    whole = ids[:, :done] if cache.tokens is None else torch.cat((cache.tokens[:, :opened], ids[:, :done]), dim=1)
     states = {}
     for index, stream in enumerate(cache.streams):
         if stream.state:
             before = History(tuple(part.double() for part in stream.state), cache.seen[0])
-            state = before.then(_compress(backbone, index, whole, group), stream.memory).state
+            state = before.then(_compress(cache.model.base_model, index, whole, group), stream.memory).state
             states[index] = tuple(part.float() for part in state)
     cache.absorb(states, whole)
-    backbone(input_ids=rest, past_key_values=cache, keep=1)
+    return done
+
+
+def _watched(cache: "MemoryCache") -> bool:
+    """Whether somebody hooked a module, and would miss the calls of layers that are left out here."""
+    backbone = cache.model.base_model
+    return backbone.offloaded() or any(has_hooks(module) for module in backbone.modules())
 
 
 def _compress(backbone: Any, index: int, ids: Int[Tensor, "batch token"], group: Any) -> History:

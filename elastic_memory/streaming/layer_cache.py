@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.attention import rotate
+from elastic_memory.attention import column_mask, rotate
 from elastic_memory.memory import Block, Host, Memory, Reading, State, SummaryTokenMemory
 from elastic_memory.shapes import Bool, Int, Tensor
 
@@ -23,8 +23,7 @@ class Segment:
     width: int
     positions: Int[Tensor, "rows token"]  # inside the block; one row where all agree
     rope: tuple[Tensor, Tensor]  # cosines and sines at these positions
-    seen: list[int]  # tokens in memory, by row
-    window: int | None  # sliding attention looks back this far
+    seen: list[int]  # tokens in closed blocks, by row
     masks: dict[Any, Tensor] = field(default_factory=dict)  # shared by layers with the same columns
 
     @property
@@ -33,30 +32,36 @@ class Segment:
         return self.positions.shape[0] == 1
 
     def mask(self, stream: "LayerCache") -> Bool[Tensor, "rows 1 token column"]:
-        """Which of the layer's columns each token sees: memory, previous block, open block."""
+        """Which of the layer's columns each token sees: memory, the window before the open block, the open block."""
         memory, before = stream.memory_columns, stream.front - stream.memory_columns
-        key = (memory, before, tuple(stream.counts))
+        key = (memory, before, stream.window_size, tuple(stream.counts))
         if key not in self.masks:
             rows, device = len(self.positions), self.positions.device
             seen, counts = (torch.tensor(x, device=device)[:rows, None] for x in (self.seen, stream.counts))
             local = torch.arange(-before, max(self.opened) + self.width, device=device)
             columns = torch.arange(memory, device=device)
-            self.masks[key] = column_mask(self.positions, local, columns < counts, seen > 0, self.window)
+            self.masks[key] = column_mask(self.positions, local, columns < counts, seen, stream.window_size)
         return self.masks[key]
 
 
 class LayerCache:
     """One layer's part of a `MemoryCache`; `layer` is a `MemoryLayer` throughout."""
 
-    def __init__(self, memory: Memory, batch: int, device: torch.device, keep_raw: bool):
+    def __init__(self, layer: Any, batch: int, device: torch.device):
+        memory: Memory = layer.memory
         self.memory = memory
+        self.window_size: int | None = layer.window  # tokens that a token sees under sliding attention
+        self.lag: int = layer.locality.lag  # tokens of closed blocks that memory does not hold yet
         self.state: State = memory.start(batch, device)
         self.reading: Reading | None = None  # padded with zeros for rows with fewer columns
         self.counts = [0] * batch  # columns of the reading that are real, by row
         self.retrieval = memory.retrieval  # the settings that the reading was made with
-        self.window: tuple[Tensor, Tensor] | None = None  # the previous block, for sliding attention
+        # The tokens before the open block that it sees under sliding attention: keys at their positions and values; raw
+        # keys, if they stay for several blocks. Zeros in front, where a row has fewer than others.
+        self.window: tuple[Tensor, ...] | None = None
         self.open: dict[str, Tensor] = {}  # buffers of the open block; in keys and values after the front columns
         # Attention needs rotated keys, memory raw ones; outputs only if the mechanism has a tail.
+        keep_raw = self.window_size is not None or bool(self.state)
         needed = {"raw": keep_raw, "output": isinstance(memory, SummaryTokenMemory)}
         self.kept = {"key", "value"} | {name for name, wanted in needed.items() if wanted}
 
@@ -67,7 +72,7 @@ class LayerCache:
 
     @property
     def front(self) -> int:
-        """All columns in front of the open block: memory, then the previous block."""
+        """All columns in front of the open block: memory, then the window."""
         return self.memory_columns + (self.window[0].shape[2] if self.window else 0)
 
     @property
@@ -91,7 +96,7 @@ class LayerCache:
             noisy = attention.corrupt(*(x[:, :, self.front :] for x in columns))
             key, value = (torch.cat((x[:, :, : self.front], y), 2) for x, y in zip(columns, noisy, strict=True))
             columns = key, value
-        mask = segment.mask(self) if segment.window is not None or not segment.uniform else None
+        mask = segment.mask(self) if self.window_size is not None or not segment.uniform else None
         mixed = attention.mix(query, rotated, *columns, self.reading, mask, self.visible)
         output = layer.finish(hidden, mixed)
         self.append(segment, output=output)
@@ -108,7 +113,7 @@ class LayerCache:
             if self.reading:
                 readings.append(self.reading)
             block = Block(*(x[:, :, start : start + size] for x in heads[1:]))
-            self._write(rows, block, seen + start, host, None)
+            self._write(rows, block, seen + start, host)
         return layer.attend_blocks(hidden, rope, heads, readings)
 
     def close(self, layer: Any, rope: Any, rows: list[int], seen: int, size: int) -> None:
@@ -118,14 +123,26 @@ class LayerCache:
         tail = None if block.output is None else layer.tail(block.output)
         if tail is not None:
             columns = self.block_columns(rows, size)
-            had = self.reading if self.counts[rows[0]] else None
-            reading = had and tuple(part[rows] for part in had)
+            count = self.counts[rows[0]]
+            reading = tuple(part[rows][:, :, :count] for part in self.reading) if count and self.reading else None
             block = block._replace(tail=layer.behind(tail, rope, columns, reading, size))
-        window = None
-        if layer.locality.sliding:
-            window = rope(block.key, torch.arange(-size, 0, device=block.key.device)), block.value
-        self._write(rows, block, seen, layer.host(rope), window)
+        window, leaving = (None, block) if self.window_size is None else self._slid(rows, block, seen, rope)
+        self._write(rows, leaving, seen - self.lag, layer.host(rope), window)
         layer.put_back(fetched)
+
+    def _slid(self, rows: list[int], block: Block, seen: int, rope: Any) -> tuple[tuple[Tensor, ...], Block | None]:
+        """The window of `rows` after `block`, which came after `seen` others; the block that memory takes over now."""
+        key, value, size = block.key, block.value, block.key.shape[2]
+        longer = self.window_size != size  # than a block: tokens move with it, and need their raw keys
+        if self.window and longer:
+            had = min(seen, self.window[0].shape[2])
+            older = (self._of(rows, part).narrow(2, part.shape[2] - had, had) for part in self.window[1:])
+            value, key = (torch.cat((a.to(b.dtype), b), 2) for a, b in zip(older, (value, key), strict=True))
+        first = key.shape[2] - self.lag - size
+        leaving = Block(*(x[:, :, first : first + size] for x in (key, value))) if first >= 0 else None
+        key, value = (x[:, :, -self.window_size :] for x in (key, value))  # type: ignore[operator]
+        rotated = rope(key, torch.arange(-key.shape[2], 0, device=key.device))
+        return (rotated, value, key) if longer else (rotated, value), leaving
 
     def columns(self, segment: Segment) -> tuple[Tensor, Tensor]:
         """All keys and values that the segment's tokens may see."""
@@ -150,18 +167,21 @@ class LayerCache:
         return Block(key, value, output)
 
     def _write(
-        self, rows: list[int], block: Block, seen: int, host: Host, window: tuple[Tensor, Tensor] | None
+        self, rows: list[int], block: Block | None, seen: int, host: Host, window: tuple[Tensor, ...] | None = None
     ) -> None:
         """Write `block` into the state of `rows`, read for the next block, and clear the open one."""
-        state = self.memory.write(tuple(self._of(rows, part) for part in self.state), block, seen)
-        self.state = tuple(_put(old, rows, new) for old, new in zip(self.state, state, strict=True))
-        reading = self.memory.read(state, seen + block.key.shape[2], host)
         kept = self.open_tokens() if len(rows) < len(self.counts) else {}
-        self._merge(rows, reading, block.value.dtype)
+        if block is not None:
+            state = self.memory.write(tuple(self._of(rows, part) for part in self.state), block, seen)
+            self.state = tuple(_put(old, rows, new) for old, new in zip(self.state, state, strict=True))
+            self._merge(rows, self.memory.read(state, seen + block.key.shape[2], host), block.value.dtype)
         if window is not None:
             old = self.window or tuple(part.new_zeros(len(self.counts), *part.shape[1:]) for part in window)
+            columns = max(old[0].shape[2], window[0].shape[2])
             pairs = zip(old, window, strict=True)
-            self.window = tuple(_put(a.to(b.dtype), rows, b) for a, b in pairs)  # type: ignore[assignment]
+            self.window = tuple(
+                _put(_widen(a.to(b.dtype), columns, front=True), rows, _widen(b, columns, front=True)) for a, b in pairs
+            )
         self.reopen(kept)
 
     def _of(self, rows: list[int], part: Tensor) -> Tensor:
@@ -301,8 +321,7 @@ class LayerCache:
 
     def restore(self, named: dict[str, Tensor], seen: list[int], host: Host, dtype: torch.dtype) -> None:
         """Continue from the tensors that `named` returned."""
-        window = [named[name] for name in ("window.0", "window.1") if name in named]
-        self.window = (window[0], window[1]) if window else None
+        self.window = tuple(named[name] for part in range(3) if (name := f"window.{part}") in named) or None
         state = tuple(named[f"state.{part}"] for part in range(len(self.state)))
         self.replace_state(state, seen, host, dtype, keep_open=False)
         self.reopen({name.removeprefix("open."): x for name, x in named.items() if name.startswith("open.")})
@@ -310,8 +329,9 @@ class LayerCache:
     def _read_again(self, seen: list[int], host: Host, dtype: torch.dtype) -> None:
         """Read the state of every row."""
         self.reading, self.counts = None, [0] * len(seen)
-        for tokens in sorted(set(seen) - (set() if self.memory.reads_start else {0})):
-            rows = [row for row, count in enumerate(seen) if count == tokens]
+        written = [max(tokens - self.lag, 0) for tokens in seen]
+        for tokens in sorted(set(written) - (set() if self.memory.reads_start else {0})):
+            rows = [row for row, count in enumerate(written) if count == tokens]
             self._merge(rows, self.memory.read(tuple(part[rows] for part in self.state), tokens, host), dtype)
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
@@ -320,7 +340,7 @@ class LayerCache:
         self.counts = [self.counts[row] for row in chosen]
         self.state = tuple(part[rows] for part in self.state)
         self.reading = self.reading and tuple(part[rows] for part in self.reading)
-        self.window = self.window and tuple(part[rows] for part in self.window)  # type: ignore[assignment]
+        self.window = self.window and tuple(part[rows] for part in self.window)
         self.open = {name: tensor[rows] for name, tensor in self.open.items()}
         width = max(self.counts, default=0)
         if self.reading and width < self.reading[0].shape[2]:  # columns that only rows now gone had
@@ -346,30 +366,15 @@ class LayerCache:
         return [*self.state, *(self.reading or ()), *(self.window or ()), *self.open.values()]
 
 
-def column_mask(
-    positions: Int[Tensor, "row token"],
-    local: Int[Tensor, " column"],
-    remembered: Bool[Tensor, "row memory"],
-    begun: Bool[Tensor, "row 1"],
-    window: int | None,
-) -> Bool[Tensor, "row 1 token all"]:
-    """Which columns each token sees. `local`: positions of the previous block, if one has `begun`, and the open one."""
-    query = positions[:, :, None]
-    visible = (local <= query) & ((local >= 0) | begun[:, :, None])
-    if window is not None:
-        visible = visible & (query - local < window)
-    front = remembered[:, None].expand(-1, positions.shape[1], -1)
-    return torch.cat((front, visible), dim=2).unsqueeze(1)
-
-
 def _put(old: Tensor, rows: list[int], new: Tensor) -> Tensor:
     if len(rows) == len(old):
         return new.to(old.dtype)
     return old.index_copy(0, torch.tensor(rows, device=old.device), new.to(old.dtype))
 
 
-def _widen(part: Tensor, columns: int) -> Tensor:
+def _widen(part: Tensor, columns: int, front: bool = False) -> Tensor:
     missing = columns - part.shape[2] if part.ndim > 2 else 0
     if missing <= 0:
         return part
-    return torch.cat((part, part.new_zeros(*part.shape[:2], missing, *part.shape[3:])), dim=2)
+    zeros = part.new_zeros(*part.shape[:2], missing, *part.shape[3:])
+    return torch.cat((zeros, part) if front else (part, zeros), dim=2)

@@ -41,8 +41,10 @@ def content_hash(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
 def shape_of(model: Any) -> dict[str, Any]:
     """The shapes and mechanisms that a file and a model must have in common."""
     locality = model.base_model.layers[0].locality
+    window = {"window": locality.window} if locality.lag else {}  # which files of earlier versions do not know
     return {
         "block_size": locality.block_size,
+        **window,
         "local_attention": locality.kind,
         "layers": [
             [type(layer.memory).__name__, [list(part.shape[1:]) for part in layer.memory.start(1, "meta")]]
@@ -131,7 +133,7 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
         _check_clock(path, header, cache.block_size)
         seen, opened = header["seen"], header["opened"]
         cache.begin(len(seen), torch.device("meta"))  # shapes only: nothing is allocated before the file is checked
-        expected = _expected(cache, len(seen), max(opened), described)
+        expected = _expected(cache, seen, max(opened), described)
         if described != expected:
             wrong = sorted(set(described.items()) ^ set(expected.items()))[:3]
             raise ValueError(f"{path}: its tensors do not fit this model, for example {wrong}")
@@ -291,10 +293,10 @@ def _parts_fit(header: dict[str, Any], block_size: int) -> bool:
 
 
 def _expected(
-    cache: "MemoryCache", batch: int, longest: int, described: dict[str, tuple[str, tuple[int, ...]]]
+    cache: "MemoryCache", seen: list[int], longest: int, described: dict[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The tensors that a file of this model must hold; it may have been saved `exact` or not."""
-    config = cache.model.config
+    config, batch = cache.model.config, len(seen)
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     exact = any(".open." in name for name in described)
     names = {torch_type: name for name, torch_type in DTYPES.items()}
@@ -308,7 +310,11 @@ def _expected(
         for name in sorted(stream.kept) if exact else ():
             shape = (batch, longest, config.hidden_size) if name == "output" else (batch, heads, longest, dim)
             expected[f"layers.{index}.open.{name}"] = (dtype, shape)
-        if exact and cache.sliding and any(n.startswith(f"layers.{index}.window") for n in described):
-            for part in range(2):
-                expected[f"layers.{index}.window.{part}"] = (dtype, (batch, heads, cache.block_size, dim))
+        window = f"layers.{index}.window"
+        if exact and stream.window_size and any(name.startswith(window) for name in described):
+            # Rows that had read more may be gone, and have left room behind.
+            _, shape = described.get(f"{window}.0", ("", ()))
+            columns = min(max([*seen, *shape[2:3]]), stream.window_size)
+            for part in range(2 if stream.window_size == cache.block_size else 3):
+                expected[f"{window}.{part}"] = (dtype, (batch, heads, columns, dim))
     return expected

@@ -41,7 +41,7 @@ class Reader(Cache):
     def reset(self) -> None:
         """Forget everything."""
         self.streams: list[LayerCache] = []
-        self.seen: list[int] = []  # tokens in memory, by row
+        self.seen: list[int] = []  # tokens in closed blocks, by row
         self.opened: list[int] = []  # tokens in the open block, by row
         self.columns = 0  # columns fed so far, padding included
         self.tokens: Tensor | None = None  # ids of the open block
@@ -97,6 +97,9 @@ class Reader(Cache):
             return [self._decode(backbone, ids)]
         self.mark()
         self.decoding = False
+        if ids is not None and rows is None and keep and not every and columns - keep > 2 * self.block_size:
+            source = ids = ids[:, self.read_ahead(ids[:, :-keep]) :]
+            columns = source.shape[1]
         lengths = rows.lengths if rows else [columns] * batch
         outputs = _Outputs(backbone, source, lengths, mask, keep, every)
         aligned = rows.align(source) if rows else source
@@ -173,7 +176,7 @@ class Reader(Cache):
             self.refresh()
             if self._close_full(backbone, [True] * len(ids)):
                 self.mark(anew=True)  # the decoder overwrites the blocks that were just closed
-            self.decoder = decoders.fitting(self.decoder, backbone, self.streams, ids)
+            self.decoder = decoders.fitting(self, backbone, ids)
             self.tokens = self.decoder.take(self.streams, self.seen, self.opened, self.tokens)
             self.decoding = True
         hidden = self.decoder(ids, max(self.opened))  # type: ignore[misc]
@@ -181,16 +184,17 @@ class Reader(Cache):
         self.columns += 1
         return hidden
 
+    def read_ahead(self, ids: Int[Tensor, "batch token"]) -> int:
+        """Read the first of `ids`, whose hidden states nobody asked for, at once; how many columns that were."""
+        raise NotImplementedError
+
     # -- clocks --------------------------------------------------------------------------------------------------------
 
     def begin(self, batch: int, device: torch.device) -> None:
         """Start `batch` rows, or check that a call with so many fits; one row may become several."""
         if not self.streams:
             self.mark()
-            self.streams = [
-                LayerCache(memory, batch, device, keep_raw=self.sliding or bool(memory.start(1, "meta")))
-                for memory in self.memories
-            ]
+            self.streams = [LayerCache(layer, batch, device) for layer in self.owner]
             self.seen, self.opened, self.digests, self.device = [0] * batch, [0] * batch, [""] * batch, device
             self.parts = [[] for _ in range(batch)]
         elif device != self.device:
@@ -208,10 +212,9 @@ class Reader(Cache):
         uniform = len(set(zip(self.seen, self.opened, strict=True))) == 1
         starts = torch.tensor(self.opened[:1] if uniform else self.opened)
         positions = (starts[:, None] + torch.arange(width)).to(device)
-        window = self.block_size if self.sliding else None
         like = torch.empty((), dtype=backbone.embed_tokens.weight.dtype, device=device)
         rope = backbone.rotary_emb(like, positions)
-        return Segment(list(self.opened), width, positions, rope, list(self.seen), window)
+        return Segment(list(self.opened), width, positions, rope, list(self.seen))
 
     def advance(self, takes: list[int], ids: Int[Tensor, "batch token"] | None) -> None:
         """Move the clocks; keep the ids, from which a loaded open block is computed again."""

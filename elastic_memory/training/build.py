@@ -7,18 +7,21 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 import elastic_memory as em
+from elastic_memory.model.attach import SAVED
+from elastic_memory.training.lora import add_lora
 from elastic_memory.training.recipe import Recipe
+from elastic_memory.training.start import StartingModel
 
 LARGEST = {
     "num_hidden_layers": 10_000, "hidden_size": 1_000_000, "intermediate_size": 10_000_000, "vocab_size": 100_000_000,
     "num_attention_heads": 100_000, "num_key_value_heads": 100_000, "head_dim": 100_000, "block_size": 100_000_000,
-    "memory_order": 100_000, "memory_points": 100_000, "max_position_embeddings": 10**12,
+    "window": 100_000_000, "memory_order": 100_000, "memory_points": 100_000, "max_position_embeddings": 10**12,
 }  # fmt: skip
 
 
 def build_config(recipe: Recipe) -> Any:
     """The model's configuration, which itself refuses unknown or invalid fields."""
-    model = recipe.model
+    model = recipe.built
     fields = dict(model.config)
     for key in fields:
         if key.startswith("_") or key.endswith("_implementation"):
@@ -53,6 +56,17 @@ def build_model(recipe: Recipe) -> Any:
     return model
 
 
+def start_model(start: StartingModel, recipe: Recipe) -> Any:
+    """The model that fine-tuning starts from, in float32, with the adapters that the recipe asks for."""
+    transformers.set_seed(recipe.training.seed)
+    model = start.load().float()
+    if recipe.training.lora:
+        add_lora(model, recipe.training.lora)
+    if recipe.execution.compile:
+        model.compile_blocks()
+    return model
+
+
 def count_parameters(config: Any) -> int:
     """Trainable parameters of a model, without building it and without the padding of `pad_heads`."""
     plain = type(config).from_dict(config.to_dict() | {"pad_heads": False})
@@ -60,16 +74,30 @@ def count_parameters(config: Any) -> int:
         return sum(parameter.numel() for parameter in em.MemoryLlamaForCausalLM(plain).parameters())
 
 
+def parameters_of(model: Any) -> int:
+    """Parameters of a model, counted in the same way."""
+    ours = isinstance(model.config, em.MemoryLlamaConfig)
+    return count_parameters(model.config) if ours else model.num_parameters()
+
+
 def flops_per_token(config: Any, length: int) -> float:
     """Floating-point operations of one token, forward and backward: matrix products and causal local attention.
 
     The memory's own work is not counted, so that utilisation compares between memories.
     """
-    width = config.num_attention_heads * config.head_dim
-    layer = 4 * config.hidden_size * width + 3 * config.hidden_size * config.intermediate_size
+    width, keys_width = (heads * head_dim(config) for heads in (config.num_attention_heads, config.num_key_value_heads))
+    layer = 2 * config.hidden_size * (width + keys_width) + 3 * config.hidden_size * config.intermediate_size
     matrices = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
-    keys = {"block": config.block_size / 2, "sliding": config.block_size, "full": length / 2}[config.local_attention]
+    local = getattr(config, SAVED, None) or vars(config)
+    size = local["block_size"]
+    window = local.get("window") or size
+    keys = {"block": size / 2, "sliding": window, "full": length / 2}[local["local_attention"]]
     return 6 * matrices + 12 * config.num_hidden_layers * keys * width
+
+
+def head_dim(config: Any) -> int:
+    """Features of a head; some families leave them to the width."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}

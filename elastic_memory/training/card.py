@@ -1,15 +1,20 @@
 """The model card: what the model is, how it was trained, how to use it."""
 
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from elastic_memory.model.attach import SAVED
 from elastic_memory.training.recipe import Recipe
 
 
-def model_card(recipe: Recipe, result: dict[str, Any]) -> str:
+def model_card(recipe: Recipe, result: dict[str, Any], config: Any) -> str:
     """Markdown for the README.md beside the weights."""
-    front = yaml.safe_dump({"library_name": "transformers", "tags": ["elastic-memory", recipe.model.memory]})
+    attached = getattr(config, SAVED, None)
+    memory = attached["memory"] if attached else config.memory
+    load = 'AutoModelForCausalLM.from_pretrained("path/to/this/folder")'
+    front = yaml.safe_dump({"library_name": "transformers", "tags": ["elastic-memory", memory]})
     figures = {
         "parameters": f"{result['parameters']:,}",
         "tokens": f"{result['tokens']:,} in {result['steps']:,} steps",
@@ -25,23 +30,36 @@ def model_card(recipe: Recipe, result: dict[str, Any]) -> str:
 
 # {recipe.name}
 
-A Llama decoder with the memory `{recipe.model.memory}`, trained by `elastic train`.
+{_origin(recipe, config)} with the memory `{memory}`, trained by `elastic train`.
 
 ```python
-import elastic_memory
+import elastic_memory as em
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+model = {f"em.attach_memory({load})" if attached else load}
 ```
 
 | | |
 |---|---|
 {table}
 
-Trained from scratch for research; it was not tuned to follow instructions or to refuse.
+{_purpose(recipe)}
 
 ## Recipe
 
 ```yaml
 {yaml.safe_dump(recipe.to_dict(), sort_keys=False)}```
 """
+
+
+def _origin(recipe: Recipe, config: Any) -> str:
+    if recipe.start is None:
+        return "A Llama decoder"
+    return f"A model of the family {config.model_type}, fine-tuned from `{Path(recipe.start.path).name}`,"
+
+
+def _purpose(recipe: Recipe) -> str:
+    if recipe.start is None:
+        return "Trained from scratch for research; it was not tuned to follow instructions or to refuse."
+    how = "low-rank adapters, merged into the weights" if recipe.training.lora else "all weights"
+    return f"Fine-tuned for research ({how}); the licence and the limits of the original model hold."

@@ -8,14 +8,17 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 import elastic_memory as em
-from elastic_memory.training.build import build_config
+from elastic_memory.training.build import build_config, head_dim
+from elastic_memory.training.lora import check_lora
 from elastic_memory.training.recipe import Recipe
+from elastic_memory.training.start import StartingModel
 
 MOST_SAMPLES = 200_000_000  # their order is kept in memory
 STATE = 16  # bytes per parameter: float32 weight, gradient and two optimizer moments
+WEIGHT = 4  # of these, the weight
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Recipe, start: StartingModel | None = None) -> None:
     """Refuse too many samples, a model that cannot be built or does not fit, and trackers that are not installed."""
     installed = get_available_reporting_integrations()
     for name in recipe.execution.report_to:
@@ -28,13 +31,16 @@ def check(recipe: Recipe) -> None:
             f"training.tokens: {training.tokens:,} are {training.steps * training.batch:,} samples of "
             f"{training.length:,} tokens, at most {MOST_SAMPLES:,} are possible: use longer samples"
         )
-    config = build_config(recipe)
+    check_lora(training.lora)
+    config = start.config if start else build_config(recipe)
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
             f"model: {config.num_attention_heads} heads do not divide by num_key_value_heads "
             f"{config.num_key_value_heads}"
         )
-    _fits(config, recipe.execution.device)
+    _fits(config, recipe.execution.device, training.lora is not None)
+    if start:
+        return
     try:
         with torch.device("meta"):
             em.MemoryLlamaForCausalLM(config)
@@ -42,11 +48,11 @@ def check(recipe: Recipe) -> None:
         raise ValueError(f"model: cannot be built ({type(error).__name__}: {_first_line(error)})") from None
 
 
-def _fits(config: Any, device: str) -> None:
+def _fits(config: Any, device: str, frozen: bool) -> None:
     """Refuse a model whose weights and optimizer state exceed the memory of all devices."""
-    width = config.num_attention_heads * config.head_dim
+    width = config.num_attention_heads * head_dim(config)
     layer = config.hidden_size * (2 * width + 3 * config.intermediate_size)
-    needed = STATE * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
+    needed = (WEIGHT if frozen else STATE) * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
     if torch.cuda.is_available() and device != "cpu":
         each = torch.cuda.get_device_properties(0).total_memory
     else:

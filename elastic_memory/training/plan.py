@@ -21,7 +21,7 @@ class Measured:
     @property
     def kind(self) -> tuple[str, str]:
         """Models of the same kind use a device equally well: same memory, same local attention."""
-        return self.recipe.model.memory, build_config(self.recipe).local_attention
+        return self.recipe.built.memory, build_config(self.recipe).local_attention
 
     @property
     def work(self) -> float:
@@ -58,6 +58,8 @@ def measurements(folder: Path) -> list[Measured]:
             machine = result["machine"]
             if machine["device"] != "cpu":
                 recipe = Recipe.parse(result["recipe"], path.name)
+                if recipe.model is None:  # fine-tuned: its plan would need the model
+                    continue
                 found.append(Measured(recipe, machine["device"], result["tokens_per_second"] / machine["processes"]))
     return found
 
@@ -71,9 +73,9 @@ def make_plan(recipe: Recipe, measured: Iterable[Measured], devices: int, price:
     config = build_config(recipe)
     work = flops_per_token(config, recipe.training.length)
     parameters = count_parameters(config)
-    alike = [run for run in measured if run.kind == (recipe.model.memory, config.local_attention)]
+    alike = [run for run in measured if run.kind == (recipe.built.memory, config.local_attention)]
     if not alike:
-        source = f"no run with memory {recipe.model.memory} was measured"
+        source = f"no run with memory {recipe.built.memory} was measured"
         return Plan(recipe, parameters, gigabytes(recipe, config, parameters), None, None, None, source)
     nearest = min(alike, key=lambda run: abs(run.work / run.tokens_per_second - work))
     speed = nearest.work / work

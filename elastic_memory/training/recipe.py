@@ -10,7 +10,8 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -40,6 +41,21 @@ class Model(Section):
     config: dict[str, Any] = {}
 
 
+class Start(Section):
+    """The model that fine-tuning starts from; `elastic train --from` fills this in."""
+
+    path: str
+    sha256: str  # of its weights and configuration
+
+
+class Lora(Section):
+    """Train low-rank updates of some matrices, and the memory's own parameters; they are merged at the end."""
+
+    rank: Count = Field(ge=1, le=10_000)
+    alpha: float = Field(gt=0, le=10**6)
+    targets: list[str] = Field(min_length=1)
+
+
 class Training(Section):
     """What is done to the model: everything here changes the trained weights."""
 
@@ -57,6 +73,7 @@ class Training(Section):
     clip: float = Field(1.0, gt=0, le=10**9)
     warmup: float = Field(0.01, ge=0, lt=1)  # share of all steps
     seed: Count = Field(42, ge=0, lt=2**32)
+    lora: Lora | None = None  # None: all weights are trained
 
     @property
     def steps(self) -> int:
@@ -101,11 +118,12 @@ class Recipe(Section):
     """One run, resolved: print it with `to_dict`, name it with `name` and `digest`."""
 
     name: str
-    model: Model
+    model: Model | None = None  # None: that of `start`
     training: Training
     tokenizer: str | None = None  # how the hash of the rows' tokenizer must begin; None: any of the right size
     stability: Stability = Stability()
     execution: Execution = Execution()
+    start: Start | None = None  # None: weights are drawn from the seed
     variant: str = ""  # what differs from its file, for the name of the run's folder
 
     @model_validator(mode="after")
@@ -115,6 +133,8 @@ class Recipe(Section):
                 f"name: {self.name[:120]!r}, which names a folder: up to 100 letters, digits and . _ + -, a letter or "
                 "digit first"
             )
+        if self.model is not None and self.start is not None:
+            raise ValueError("model, start: a model is built or taken from a folder, not both: leave one out")
         training = self.training
         if training.corpus_tokens is not None and not training.length <= training.corpus_tokens <= 10**15:
             raise ValueError(
@@ -126,6 +146,13 @@ class Recipe(Section):
                 f"{training.length:,}"
             )
         return self
+
+    @property
+    def built(self) -> Model:
+        """The section `model`; a recipe for fine-tuning has none."""
+        if self.model is None:
+            raise ValueError(f"{self.name} has no section model: give --from FOLDER, the model to fine-tune")
+        return self.model
 
     @classmethod
     def parse(cls, tree: Any, source: str) -> "Recipe":
@@ -144,7 +171,7 @@ class Recipe(Section):
             *sections, key = map(str, first["loc"])
             known = cls.model_fields
             for section in sections:
-                known = known[section].annotation.model_fields  # type: ignore[union-attr]
+                known = _section(known[section].annotation).model_fields
             raise ValueError(f"{source}: unknown key {path}; {suggest(key, known)}")
         fits = first["msg"].removeprefix("Input should be ").partition(" or instance of")[0]
         fits = fits.replace("valid dictionary", "section of keys")
@@ -155,11 +182,13 @@ class Recipe(Section):
         return self.model_dump()
 
     def digest(self, data: str = "") -> str:
-        """Ten hex digits that identify what is trained: model, training, stability and the data's hash.
+        """Ten hex digits that identify what is trained: model or start, training, stability and the data's hash.
 
         Keys that are None do not count, so that a key added later does not rename earlier runs.
         """
-        sections = {key: self.to_dict()[key] for key in ("model", "training", "stability")}
+        tree = self.to_dict()
+        sections = {key: tree[key] for key in ("model", "training", "stability", "start") if tree[key] is not None}
+        sections.get("start", {}).pop("path", None)  # a folder that moved holds the same model
         what = {key: {k: v for k, v in section.items() if v is not None} for key, section in sections.items()}
         return hashlib.sha256(json.dumps([what, data], sort_keys=True).encode()).hexdigest()[:10]
 
@@ -169,6 +198,11 @@ class Recipe(Section):
         for key, value in keys.items():
             _set(tree, key, value, "replace")
         return Recipe.parse(tree, "recipe")
+
+
+def _section(annotation: Any) -> type[Section]:
+    """The class of a key that holds a section, or a section or None."""
+    return next(kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and kind is not NoneType)
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:

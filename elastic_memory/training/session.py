@@ -24,15 +24,17 @@ from elastic_memory.common.strict import read_json, read_yaml
 from elastic_memory.common.threads import choose_threads
 from elastic_memory.data import Samples, samples
 from elastic_memory.training import checkpoints, limits, logs
-from elastic_memory.training.build import build_model, count_parameters
+from elastic_memory.training.build import build_model, parameters_of, start_model
 from elastic_memory.training.callbacks import console
 from elastic_memory.training.card import model_card
 from elastic_memory.training.corpus import data_hash, fit, tokenizer_sha256
 from elastic_memory.training.interrupts import Interrupts
+from elastic_memory.training.lora import merge_lora
 from elastic_memory.training.order import Schedule
 from elastic_memory.training.recipe import Recipe
 from elastic_memory.training.runs import Run, StoppedError, differences, machine, run_facts
 from elastic_memory.training.spikes import Restart, UnstableError, Watch
+from elastic_memory.training.start import StartingModel
 from elastic_memory.training.trainer import MemoryTrainer, repair_for_weights_only
 
 
@@ -46,22 +48,30 @@ class Resume:
     new_machine: bool = False  # resume on other devices, micro-batches or versions: same samples, other rounding
 
 
-def train(recipe: Recipe, data: str | Path, out: str | Path, resume: Resume | None = None) -> dict[str, Any]:
+def train(
+    recipe: Recipe,
+    data: str | Path,
+    out: str | Path,
+    resume: Resume | None = None,
+    start: StartingModel | None = None,
+) -> dict[str, Any]:
     """Train, or resume training, and return the content of the run's `result.json`.
+
+    With `start`, fine-tune that model instead of a fresh one.
 
     The same call in several processes (torchrun, accelerate launch) trains one model on all of them. SIGTERM and Ctrl-C
     save a checkpoint and raise SystemExit.
     """
     transformers.utils.logging.disable_progress_bar()
     rows = samples(data, split="train")
-    recipe = fit(recipe, rows)
+    recipe = fit(recipe, rows, start)
     run = Run(Path(out), recipe, data_hash(rows))
     if run.finished:
         tell(f"{run.folder.name} is finished: its model is in {run.model}")
         return read_json(run.result)
-    limits.check(recipe)
+    limits.check(recipe, start)
     interrupts = Interrupts()
-    session = Session(run, rows, resume or Resume(), interrupts)
+    session = Session(run, rows, resume or Resume(), interrupts, start)
     try:
         session.open()  # nothing to save yet: a signal may end the process as usual
         with interrupts:
@@ -86,8 +96,10 @@ def tell(text: str) -> None:
 class Session:
     """The work of one process on one run, from taking the lock to releasing it."""
 
-    def __init__(self, run: Run, rows: Samples, resume: Resume, interrupts: Interrupts) -> None:
-        self.run, self.rows, self.resume, self.interrupts = run, rows, resume, interrupts
+    def __init__(
+        self, run: Run, rows: Samples, resume: Resume, interrupts: Interrupts, start: StartingModel | None = None
+    ) -> None:
+        self.run, self.rows, self.resume, self.interrupts, self.start = run, rows, resume, interrupts, start
         training = run.recipe.training
         most = training.corpus_tokens and training.corpus_tokens // training.length
         self.schedule = Schedule(rows, training.steps * training.batch, training.seed, most)
@@ -241,7 +253,8 @@ class Session:
             watch.judge(float(line["loss"]), float(line["grad_norm"]))
         restarts = [Restart(0, run.recipe.training.warmup_steps)]
         restarts += [Restart(line["back_to"], line["warmup"]) for line in run.history("restart")]
-        return MemoryTrainer(run, build_model(run.recipe), self.schedule, watch, restarts, self.interrupts)
+        model = start_model(self.start, run.recipe) if self.start else build_model(run.recipe)
+        return MemoryTrainer(run, model, self.schedule, watch, restarts, self.interrupts)
 
     def _restart(self, error: UnstableError, step: int) -> None:
         """Go back to the last checkpoint before the first bad step, with twice the warm-up."""
@@ -289,6 +302,8 @@ class Session:
             how = "repeat the command to resume" if self.resume.or_start else "add --resume to continue"
             tell(f"{run.folder.name}: stopped after step {trainer.state.global_step}, saved; {how}")
             raise SystemExit(self.interrupts.exit_code)
+        if run.recipe.training.lora:
+            merge_lora(trainer.network)
         result = self._result(trainer)
         state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
         if is_main():
@@ -307,7 +322,7 @@ class Session:
                 network.save_pretrained(staged, state_dict=state)
                 shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
                 write_json(staged / "training.json", result)
-                write_text(staged / "README.md", model_card(run.recipe, result))
+                write_text(staged / "README.md", model_card(run.recipe, result, network.config))
                 write_manifest(staged, run.digest, result["steps"], without=("README.md",))  # the card may be edited
                 shutil.rmtree(run.model, ignore_errors=True)
                 publish(staged, run.model)
@@ -325,7 +340,7 @@ class Session:
             "steps": len(lines),
             "tokens": len(lines) * run.recipe.training.batch_tokens,
             "final_loss": statistics.fmean(last) if last else None,
-            "parameters": count_parameters(trainer.network.config),
+            "parameters": parameters_of(trainer.network),
             "tokens_per_second": statistics.median(speeds),
             "mfu": statistics.median(mfu) if mfu else None,
             "data_share": statistics.fmean(line["data_share"] for line in lines),

@@ -70,14 +70,17 @@ def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Weight decay for matrices only; gates have their own learning rate."""
+    """Weight decay for matrices only; gates and gains have their own learning rate."""
     training = recipe.training
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     gates: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:  # adapters are trained, not what they adapt
+            continue
         last = name.rsplit(".", 1)[-1]
-        group = gates if last.endswith("gate") else vectors if parameter.ndim < 2 or "bias" in last else matrices
+        own = last.endswith(("gate", "gain"))
+        group = gates if own else vectors if parameter.ndim < 2 or "bias" in last else matrices
         group.append(parameter)
     groups = [
         {"params": matrices, "weight_decay": training.weight_decay},
@@ -119,6 +122,10 @@ class MemoryTrainer(Trainer):
             callbacks=[SaveAndStop(run.recipe, interrupts, watch), self.progress],
         )
         self.remove_callback(PrinterCallback)
+        if self.is_fsdp_enabled and run.recipe.training.lora:
+            raise ValueError(
+                "training.lora with FSDP: merging needs whole matrices; use torchrun alone, or no adapters"
+            )
         if self.is_fsdp_enabled:
             # precision is set by autocast alone: FSDP's own policy rounds loss and summed gradients to bfloat16
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = None

@@ -38,7 +38,7 @@ def write(model: LlamaForCausalLM, path) -> None:
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*map(chr, range(97, 123)), "ab", *(f"<{i}>" for i in range(13))])
+    writer.add_token_list([*map(chr, range(97, 123)), "ab", *(f"<{i}>" for i in range(12)), "<|endoftext|>"])
     writer.add_token_types([1] * 40)
     writer.add_token_merges(["a b"])
     for name, weight in model.state_dict().items():

@@ -48,6 +48,7 @@ def without_wave(model):
         (3, 6, 1, 32768, {"first_block": "zeros"}),
         (4, 6, 2, 32768, {"detach_every": 2}),
         (2, 3, 3, 32768, {}),
+        (3, 4, 2, 32768, {"silent": True}),
     ],
 )
 def test_a_wave_is_layer_after_layer(memory, layers, blocks, rows, tokens, options, monkeypatch):

@@ -16,7 +16,14 @@ BLOCK = SMALL["block_size"]
 
 # Options beyond the defaults that change what is computed. A mechanism that is not named here is tested as it is.
 VARIANTS = {
-    "elastic": [dict(algorithm="direct"), dict(algorithm="recurrent")],
+    "elastic": [
+        dict(algorithm="direct"),
+        dict(algorithm="recurrent"),
+        dict(silent=True),
+        dict(mass=True, algorithm="direct"),
+        dict(query="raw"),
+        dict(query="raw", mass=True, silent=True),
+    ],
     "memorizing": [
         dict(combine="joint", positions="full"),
         dict(combine="joint", positions="query"),
@@ -24,8 +31,13 @@ VARIANTS = {
         dict(positions="full"),
     ],
     "infini": [dict(update="linear"), dict(memory_norm="qk"), dict(memory_norm="output"), dict(first_block="zero")],
-    "melodi": [dict(first_block="zeros")],
+    "melodi": [dict(first_block="zeros"), dict(silent=True)],
+    "sampled": [dict(query="raw", mass=True)],
     "recent": [dict(share=0.2)],
+    "means": [dict(sinks=0)],
+    "clock": [dict(shortest=3, longest=14)],
+    "dyadic": [dict(segments=4, unit=3)],
+    "outliers": [dict(share=0.2)],
 }
 # Gates that start nearly closed would hide from a test what memory does.
 OPEN = {"infini": dict(first_gate=0.0)}
@@ -44,7 +56,16 @@ def fresh(case, seed=0, **overrides):
     options = OPEN.get(memory, {}) | options | overrides.pop("memory_options", {})
     torch.manual_seed(seed)
     config = em.MemoryLlamaConfig.preset("tiny", memory=memory, memory_options=options, **(SMALL | overrides))
-    return em.MemoryLlamaForCausalLM(config).eval()
+    return with_gains(em.MemoryLlamaForCausalLM(config).eval())
+
+
+@torch.no_grad()
+def with_gains(model):
+    """`model`; if its memory started silent, it is heard now, in each head differently."""
+    for memory in model.memories.values():
+        if memory.gain is not None:
+            memory.gain.copy_(torch.linspace(-1.5, 1.5, len(memory.gain)))
+    return model
 
 
 @cache

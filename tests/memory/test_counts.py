@@ -23,7 +23,9 @@ BASE = 97_707_600
 
 
 @pytest.mark.parametrize("multiple", MULTIPLES)
-@pytest.mark.parametrize(("memory", "added"), [("elastic", 0), ("memorizing", 8), ("recent", 0)])
+@pytest.mark.parametrize(
+    ("memory", "added"), [("elastic", 0), ("memorizing", 8), ("recent", 0), ("clock", 0), ("dyadic", 0)]
+)
 def test_one_layer_with_540_tokens_or_coefficients(memory, added, multiple):
     floats = 777_600 * multiple
     assert totals(memory, multiple) == ([8], floats, floats, added, BASE + added)
@@ -32,6 +34,16 @@ def test_one_layer_with_540_tokens_or_coefficients(memory, added, multiple):
 @pytest.mark.parametrize("multiple", MULTIPLES)
 def test_sampled_carries_the_time_of_each_token_besides(multiple):
     assert totals("sampled", multiple) == ([8], 777_600 * multiple, 778_140 * multiple, 0, BASE)
+
+
+@pytest.mark.parametrize("multiple", MULTIPLES)
+def test_means_carries_two_lengths_of_each_slot_besides(multiple):
+    assert totals("means", multiple) == ([8], 777_600 * multiple, 786_240 * multiple, 728, BASE + 728)
+
+
+@pytest.mark.parametrize("multiple", MULTIPLES)
+def test_outliers_carries_the_novelty_of_each_raw_token_besides(multiple):
+    assert totals("outliers", multiple) == ([8], 777_600 * multiple, 779_760 * multiple, 0, BASE)
 
 
 @pytest.mark.parametrize("multiple", MULTIPLES)
@@ -46,7 +58,9 @@ def test_infini_and_none():
 
 
 @pytest.mark.parametrize(("size", "floats"), [("200m", 1_166_400), ("400m", 1_555_200)])
-@pytest.mark.parametrize("memory", ["elastic", "memorizing", "infini", "melodi", "sampled", "recent"])
+@pytest.mark.parametrize(
+    "memory", ["elastic", "memorizing", "infini", "melodi", "sampled", "recent", "means", "clock", "dyadic", "outliers"]
+)
 def test_all_have_the_same_memory_at_every_size(memory, size, floats):
     assert totals(memory, size=size)[1] == floats
 

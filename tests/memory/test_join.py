@@ -49,7 +49,15 @@ def error(state, expected):
 def test_which_memories_join():
     joining = {CASES[case][0] for case in JOINING}
     assert joining == {"none", "elastic", "memorizing", "infini", "recent"}
-    assert {CASES[case][0] for case in REFUSING} == {"infini", "melodi", "sampled"}
+    assert {CASES[case][0] for case in REFUSING} == {
+        "infini",
+        "melodi",
+        "sampled",
+        "means",
+        "clock",
+        "dyadic",
+        "outliers",
+    }
 
 
 @pytest.mark.parametrize("case", JOINING)

@@ -63,7 +63,7 @@ def pretrained(request):
 def test_inside_a_block_it_is_the_model_it_was(pretrained, ids):
     blocks = [pretrained(block).logits for block in ids.split(8, dim=1)]
     names = {name: p.data_ptr() for name, p in pretrained.named_parameters()}
-    em.attach_memory(pretrained, **MEMORY)
+    em.attach_memory(pretrained, **MEMORY, silent=False)
     assert {name: p.data_ptr() for name, p in pretrained.named_parameters()} == names
     logits = pretrained(ids).logits
     torch.testing.assert_close(logits[:, :8], blocks[0], atol=1e-5, rtol=1e-5)

@@ -52,8 +52,8 @@ def test_memory_for_an_offloaded_model(ids, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options).eval()
     with pytest.raises(ValueError, match="parameters of 'melodi' have no place"):
         em.attach_memory(loaded, memory="melodi", order=3, block_size=8)
-    whole = em.attach_memory(attachable(), order=11, points=5, block_size=8)
-    assert_same(em.attach_memory(loaded, order=11, points=5, block_size=8), whole, ids)
+    whole = em.attach_memory(attachable(), order=11, points=5, block_size=8, silent=False)
+    assert_same(em.attach_memory(loaded, order=11, points=5, block_size=8, silent=False), whole, ids)
 
 
 def test_models_spread_over_devices_are_refused(model, tmp_path):

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from elastic_memory import sampling
-from tests.oracles.parts import attend, causal, local
+from tests.oracles.elastic import both, tokens_of
+from tests.oracles.parts import local
 
 
 def layer(layer, x, memory):
@@ -16,10 +17,9 @@ def layer(layer, x, memory):
         if start == 0:
             mixed = local(layer, query, key, value)
         else:
-            here = range(len(block))
-            keys = torch.cat((all_keys[:, kept], layer.rope(key, here)), dim=1)
-            values = torch.cat((all_values[:, kept], value), dim=1)
-            mixed = attend(layer.rope(query, here), keys, values, causal(len(block), len(kept)))
+            mass = tokens_of([(token + 0.5) / start for token in kept], start) if memory.adds_score else None
+            remembered = all_keys[:, kept], all_values[:, kept]
+            mixed = both(layer, memory, query, remembered, (key, value), mass)
         outputs.append(layer.finish(block, mixed))
         kept = keep(kept + list(range(start, start + len(block))), memory.rule, start + len(block))
     return torch.cat(outputs)

@@ -23,6 +23,7 @@ from elastic_memory.memory import MEMORIES
 from elastic_memory.report import attention_view, explorer
 from elastic_memory.report.explorer_server import Server
 from elastic_memory.sampling import SAMPLINGS
+from tests.memory.cases import with_gains
 
 TEXT = "In the beginning was the word </script><script>alert(1)</script> & naïve café 漢字. " * 4
 BLOCK = 32
@@ -79,13 +80,19 @@ def test_tokens_put_together_are_the_text(document, bytes_tokenizer):
     assert explorer.texts_of(broken, bytes_tokenizer)[2] == "漢"
 
 
-@pytest.mark.parametrize("memory", [name for name in MEMORIES if name != "none"])
+SCORED = {"mass": True, "query": "raw", "silent": True}
+
+
+@pytest.mark.parametrize(
+    ("memory", "options"), [*((name, {}) for name in MEMORIES if name != "none"), ("elastic", SCORED)]
+)
 @pytest.mark.parametrize("local", ["block", "sliding"])
-def test_attention_is_what_the_layer_computes(memory, local, monkeypatch):
+def test_attention_is_what_the_layer_computes(memory, options, local, monkeypatch):
     """Weights times values are what enters the output projection, in every block."""
     if local == "sliding" and MEMORIES[memory].no_sliding:
         pytest.skip("undefined")
-    model, ids = tiny(memory, local_attention=local), torch.randint(256, (3 * BLOCK + 5,))
+    model, ids = tiny(memory, local_attention=local, memory_options=options), torch.randint(256, (3 * BLOCK + 5,))
+    with_gains(model)
     layers = {id(model.base_model.layers[i]): i for i, one in model.memories.items() if one.shares_softmax}
     mixed, values, before, caches = {}, {}, {}, []
     for index in layers.values():
@@ -103,7 +110,8 @@ def test_attention_is_what_the_layer_computes(memory, local, monkeypatch):
         all_values = torch.cat([*parts, own], dim=1).repeat_interleave(len(weights) // len(own), dim=0)
         output = (weights @ all_values).transpose(0, 1).flatten(1)
         torch.testing.assert_close(output, mixed[index], atol=1e-5, rtol=1e-4)
-        before[index] = own
+        if local == "sliding":
+            before[index] = torch.cat((before.get(index, own[:, :0]), own), dim=1)[:, -layer.window :]
         return weights
 
     monkeypatch.setattr(attention_view, "attention", checked)

@@ -89,6 +89,23 @@ def test_a_job_that_fails_is_named_with_its_last_words_and_the_others_go_on(tmp_
     assert "failed bad (exit 3): bad says why" in capsys.readouterr().err
 
 
+def test_a_job_without_enough_device_memory_is_tried_again_with_fewer_neighbours(tmp_path, capsys):
+    # Fails while three jobs run, as the third to fill a GPU would.
+    code = "import pathlib, sys; sys.exit('CUDA out of memory' if pathlib.Path(sys.argv[1]).read_text() == '3' else 0)"
+    logs = tmp_path / "logs"
+    large = Task("large", [sys.executable, "-c", "import time; time.sleep(0.3)\n" + code, str(logs / "running")])
+    jobs = [task(tmp_path, "one", 1.5), task(tmp_path, "two", 3), large, task(tmp_path, "last")]
+    scheduler = Scheduler(jobs, 3, logs)
+    scheduler.run()
+    assert sorted(scheduler.done) == ["large", "last", "one", "two"] and not scheduler.failed
+    assert scheduler.parallel == 2 and "large needs more memory" in capsys.readouterr().err
+
+    alone = Task("alone", [sys.executable, "-c", "raise SystemExit('out of memory')"])
+    scheduler = Scheduler([alone], 3, logs)
+    scheduler.run()
+    assert scheduler.failed == ["alone"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_jobs_too(tmp_path, number):
     program = (

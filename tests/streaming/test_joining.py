@@ -278,6 +278,10 @@ def test_what_is_only_approximate_must_be_asked_for(case, overrides, says):
         ("infini", {}, "delta rule"),
         ("melodi", {}, "each summary"),
         ("sampled", {}, "which tokens"),
+        ("means", {}, "which slot"),
+        ("clock", {}, "first tokens"),
+        ("dyadic", {}, "where its segments"),
+        ("outliers", {}, "how novel"),
         ("none", dict(local_attention="full"), "full attention keeps every token"),
     ],
 )

@@ -136,7 +136,7 @@ def _rotated(x, cos, sin, head, d, DIM: tl.constexpr, inside):
 
 @triton.jit
 def _attend(
-    qkv, cos, sin, positions, counts, begun, keys, values, raw, mixed, sums, scale, batch, room, front, memory,
+    qkv, cos, sin, positions, counts, closed, keys, values, raw, mixed, sums, scale, batch, room, front, memory, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, KEEP_RAW: tl.constexpr, SPLITS: tl.constexpr,
     MEMBERS: tl.constexpr, FEATURES: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,7 @@ def _attend(
     real = (member < GROUP)[:, None] & (d < DIM)[None, :]
     # What the row sees: its columns of memory, then those from `first` to the new one. Settled before the step began.
     position, count = tl.load(positions + row).to(tl.int32), tl.load(counts + row).to(tl.int32)
-    first = tl.where((memory < front) & tl.load(begun + row), memory + position + 1, front)
+    first = front - tl.minimum(tl.minimum(tl.load(closed + row), front - memory).to(tl.int32), window - 1 - position)
     new = front + position
     seen = count + new - first
     begin, end = seen * split // SPLITS, seen * (split + 1) // SPLITS
@@ -332,13 +332,15 @@ def attend(
     buffers: dict[str, Tensor],
     front: int,
     memory: int,
+    window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention to a cache that gets its new column here: each split's mixture, and the log2 of what it sums to.
 
     `rope` are cosines and sines by position, [token, dim]; `rows` say of each row its position, its columns of memory,
-    and whether there was a block before; `buffers` are [batch, kv_head, column, dim], with `memory` columns of memory
-    and then the block before, if it is seen, in the first `front` of them.
+    and how many tokens came before its block; `buffers` are [batch, kv_head, column, dim], with `memory` columns of
+    memory and then those before the block that it may see in the first `front` of them. A token sees the newest
+    `window` of the tokens there.
     """
     batch, kv_heads, room, dim = buffers["key"].shape
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -347,7 +349,7 @@ def attend(
     mixed, sums = qkv.new_empty(splits, batch, heads, dim), qkv.new_empty(splits, batch, heads, dtype=torch.float32)
     _attend[batch, kv_heads, splits](
         qkv, *rope, *rows, buffers["key"], buffers["value"], buffers.get("raw"), mixed, sums, scale * LOG2E, batch,
-        room, front, memory, heads, heads // kv_heads, dim, "raw" in buffers, splits,
+        room, front, memory, window, heads, heads // kv_heads, dim, "raw" in buffers, splits,
         MEMBERS=_padded(heads // kv_heads), FEATURES=_padded(dim),
         KEYS=64 * 2 // qkv.element_size(), num_warps=4, num_stages=stages, **_early(qkv),
     )  # fmt: skip

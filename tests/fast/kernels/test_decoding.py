@@ -108,8 +108,8 @@ def test_splits_that_see_nothing(device):
     make = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
     qkv, buffers = make(1, 6 * 16), {"key": make(1, 2, 9, 16), "value": make(1, 2, 9, 16)}
     rope = torch.ones(8, 16, device=device), torch.zeros(8, 16, device=device)
-    rows = (torch.tensor([fact], device=device) for fact in (2, 0, False))
-    mixed, sums = decoding.attend(qkv, rope, tuple(rows), buffers, 1, 1, 0.25)
+    rows = (torch.tensor([fact], device=device) for fact in (2, 0, 0))
+    mixed, sums = decoding.attend(qkv, rope, tuple(rows), buffers, 1, 1, 8, 0.25)
     assert len(sums) == 16
     assert (sums == -torch.inf).any()
     merged = decoding.merge(mixed, sums, torch.eye(32, device=device), torch.zeros(1, 1, 32, device=device))

@@ -1,0 +1,142 @@
+"""Elastic memory over other operators: its state is linear in the tokens, whatever part of the history each row is."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from elastic_memory.memory.contract import Block, Host, Reading, State
+from elastic_memory.memory.elastic import ElasticMemory, ElasticState
+from elastic_memory.memory.tools import full_precision, static
+from elastic_memory.operators import CACHED, Step
+from elastic_memory.shapes import Float, Tensor
+
+
+class Rule(Protocol):
+    """What a state holds of a history: a named tuple of numbers, so that it can be a constant of compiled graphs.
+
+    Operators are float64 on the CPU, [row, column], or [head, row, column] where heads differ.
+    """
+
+    def __hash__(self) -> int:
+        """Equal rules share their operators."""
+
+    def like(self, start: int, end: int) -> tuple[int, int]:
+        """Times with the same operators: earlier ones, if operators stop changing, so that they are built once."""
+
+    def step(self, start: int, end: int) -> Step:
+        """What writes tokens `start` to `end - 1`."""
+
+    def reader(self, history: int) -> Tensor:
+        """What reads the state of a history of so many tokens."""
+
+
+class Plan(NamedTuple):
+    """The operators of a sample: what writes each block but the last, and what reads for each but the first."""
+
+    transitions: tuple[Tensor, ...]
+    projections: tuple[Tensor, ...]
+    readers: tuple[Tensor, ...]
+
+
+class LinearMemory(ElasticMemory):
+    """A memory whose `rule` says what it writes and reads."""
+
+    rule: Rule
+
+    def make_rule(self) -> Rule:
+        """The rule under the present retrieval settings."""
+        raise NotImplementedError
+
+    def set_retrieval(self, **changes: Any) -> None:  # type: ignore[override]
+        """Read with another sampling, number of points or order than the model was trained with."""
+        super().set_retrieval(**changes)
+        self.rule = self.make_rule()
+
+    @full_precision
+    def read(self, state: State, seen: int, host: Host) -> Reading:
+        """R C."""
+        reader = reader_of(self.rule, seen, str(state[0].device), torch.float32)
+        return tuple(reader @ part for part in state)
+
+    @full_precision
+    def write(self, state: State, block: Block, seen: int) -> ElasticState:
+        """C <- P C + K F."""
+        step = step_of(self.rule, seen, seen + block.key.shape[2], str(block.key.device), torch.float32)
+        key, value = (
+            step.transition @ part + step.projection @ signal.float()
+            for part, signal in zip(state, (block.key, block.value), strict=True)
+        )
+        return ElasticState(key, value)
+
+    def join(self, state: State, seen: int, other: State, other_seen: int) -> ElasticState:
+        """Refused: a token's place in the state depends on the length of the text before it."""
+        raise ValueError(f"{type(self).__name__} cannot join two states: {self.no_join}")
+
+    def read_all(
+        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
+    ) -> Sequence[Reading]:
+        """Block by block, one product per head for the whole batch."""
+        size, dtype = static(self.geometry.block_size), torch.promote_types(key.dtype, torch.float32)
+        plan = plan_of(self.rule, size, static(-(-key.shape[2] // size)), str(key.device), dtype)
+        # [2, batch, head, token, dim] -> [head, token, feature]
+        signal = torch.stack((key, value)).permute(2, 3, 0, 1, 4)
+        with torch.autocast(key.device.type, enabled=False):
+            entering = states(plan, signal.flatten(2).to(dtype), size, self.cut)
+            readings = [reader @ state for reader, state in zip(plan.readers, entering, strict=True)]
+        shape = signal.shape[2:]
+        return [tuple(one.to(key.dtype).unflatten(2, shape).permute(2, 3, 0, 1, 4).unbind(0)) for one in readings]
+
+
+def states(
+    plan: Plan,
+    signal: Float[Tensor, "head token feature"],
+    size: int,
+    cut: Callable[[State, int], State] = lambda state, block: state,
+) -> list[Tensor]:
+    """The states that enter blocks 1, 2, ... of a sample, as `cut` leaves them."""
+    found: list[Tensor] = []
+    for index, (transition, projection) in enumerate(zip(plan.transitions, plan.projections, strict=True)):
+        state = projection @ signal[:, index * size : (index + 1) * size]
+        if found:
+            state = transition @ found[-1] + state
+        found += cut((state,), index + 1)
+    return found
+
+
+# A constant of the compiled graph: building operators is float64 work that must not be traced.
+@torch.compiler.assume_constant_result
+def plan_of(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> Plan:
+    """All operators that a sample of so many blocks needs."""
+    return _plan(rule, size, blocks, device, dtype)
+
+
+@lru_cache(maxsize=CACHED)
+def _plan(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> Plan:
+    ends = range(size, blocks * size, size)
+    steps = [step_of(rule, end - size, end, device, dtype) for end in ends]
+    readers = tuple(reader_of(rule, end, device, dtype) for end in ends)
+    return Plan(tuple(step.transition for step in steps), tuple(step.projection for step in steps), readers)
+
+
+def step_of(rule: Rule, start: int, end: int, device: str, dtype: torch.dtype) -> Step:
+    """What writes tokens `start` to `end - 1`, on a device."""
+    return _step(rule, *rule.like(start, end), device, dtype)
+
+
+def reader_of(rule: Rule, history: int, device: str, dtype: torch.dtype) -> Tensor:
+    """What reads a history of so many tokens, on a device."""
+    return _reader(rule, rule.like(history, history)[1], device, dtype)
+
+
+@lru_cache(maxsize=CACHED)
+def _step(rule: Rule, start: int, end: int, device: str, dtype: torch.dtype) -> Step:
+    with torch.inference_mode(False), torch.no_grad():
+        return Step(*(operator.to(dtype).to(device) for operator in rule.step(start, end)))
+
+
+@lru_cache(maxsize=CACHED)
+def _reader(rule: Rule, history: int, device: str, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return rule.reader(history).to(dtype).to(device)

@@ -1,0 +1,158 @@
+"""A hybrid: the most novel tokens as they were, the whole history as a polynomial."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from elastic_memory import hippo
+from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.elastic import ElasticMemory
+from elastic_memory.memory.linear import plan_of, reader_of, states
+from elastic_memory.memory.tools import full_precision, static, wide
+from elastic_memory.operators import Step
+from elastic_memory.shapes import Float, Int, Tensor
+
+EMPTY = -1.0  # novelty of a slot without a token
+
+
+class Newest(NamedTuple):
+    """Reads the newest `tokens` of elastic memory's polynomial, each at its middle."""
+
+    order: int
+    tokens: int
+
+    def like(self, start: int, end: int) -> tuple[int, int]:
+        """Every time has its own."""
+        return start, end
+
+    def step(self, start: int, end: int) -> Step:
+        """P and K of eq. 6."""
+        return Step(hippo.transition(self.order, start, end), hippo.projection(self.order, start, end))
+
+    def reader(self, history: int) -> Float[Tensor, "token order"]:
+        """R at the tokens."""
+        middles = torch.arange(history - self.tokens, history, dtype=torch.float64) + 0.5
+        return hippo.basis(self.order, middles / history)
+
+
+class OutliersMemory(ParallelMemory):
+    """`share` of `order` are raw tokens, the rest a polynomial; both join the block's softmax. No parameters.
+
+    When a block has been written, the novelty of each of its tokens is how far its key is from what the polynomial
+    gives back there, squared, relative to the mean of its block. Each head keeps the tokens of largest novelty of the
+    whole history, with their values, without positions. The polynomial holds all tokens, these too.
+    """
+
+    info = MemoryInfo(
+        source="ours: elastic memory beside the tokens that it reconstructs worst, at equal floats",
+        phrase="the most novel tokens raw, the whole history as a polynomial",
+        paper_floats=lambda *parts: sum(parts[:4]),  # it keeps the novelty of each raw token, too
+    )
+    shares_softmax = True
+    no_join = "how novel a token is depends on the text before it"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        order: int = 540,
+        share: float = 0.5,
+        points: int = 512,
+        sampling: str | Callable[..., Tensor] = "exponential",
+        sampling_options: dict[str, float] | None = None,
+        detach_every: int | None = None,
+    ):
+        super().__init__(geometry, detach_every=detach_every)
+        self.raw = round(order * share)
+        if not 0 < self.raw < order:
+            raise ValueError(f"share={share} of order {order}: both parts need at least one, so that neither is idle")
+        self.elastic = ElasticMemory(
+            geometry,
+            order=order - self.raw,
+            points=points,
+            sampling=sampling,
+            sampling_options=sampling_options,
+            detach_every=detach_every,
+        )
+        self._settle()
+
+    def _settle(self) -> None:
+        self.retrieval = self.elastic.retrieval
+        self.rule = Newest(self.elastic.bank.order, self.geometry.block_size)
+
+    def start(self, batch: int, device: torch.device | str | None = None) -> State:
+        """Coefficients, then raw keys and values, then their novelty."""
+        shape = (batch, self.geometry.kv_heads, self.raw)
+        key, value = (torch.zeros(*shape, self.geometry.head_dim, device=device) for _ in range(2))
+        return (*self.elastic.start(batch, device), key, value, torch.full(shape, EMPTY, device=device))
+
+    def read(self, state: State, seen: int, host: Host) -> Reading:
+        """The polynomial's points, then the raw tokens."""
+        raw = [part[:, :, : min(seen, self.raw)] for part in state[2:4]]
+        return _beside(self.elastic.read(state[:2], seen, host), raw)
+
+    @full_precision
+    def write(self, state: State, block: Block, seen: int) -> State:
+        """The polynomial; then the most novel of the raw tokens and the new ones."""
+        coefficients = self.elastic.write(state[:2], block, seen)
+        rule = self.rule._replace(tokens=block.key.shape[2])
+        reader = reader_of(rule, seen + rule.tokens, str(block.key.device), torch.float32)
+        novelty = torch.cat((state[4], _novelty(block.key, reader @ coefficients[0])), dim=2)
+        novelty, index = novelty.topk(self.raw)
+        raw = [torch.cat((a, b.float()), dim=2) for a, b in zip(state[2:4], block[:2], strict=True)]
+        return (*coefficients, *(_take(part, index) for part in raw), novelty)
+
+    def read_all(
+        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
+    ) -> Sequence[Reading]:
+        """The most novel tokens of a history are those that a stream has kept: straight from the sample."""
+        size, readings = static(self.geometry.block_size), []
+        novelty = self._novelty_of_all(key)
+        for block, polynomial in enumerate(self.elastic.read_all(key, value, host), 1):
+            seen = block * size
+            index = novelty[:, :, :seen].topk(min(self.raw, seen)).indices
+            readings.append(_beside(polynomial, [_take(self.history(x, block), index) for x in (key, value)]))
+        return readings
+
+    @torch.no_grad()
+    def _novelty_of_all(self, key: Float[Tensor, "batch kv_head token dim"]) -> Float[Tensor, "batch kv_head written"]:
+        """Novelty of the tokens of all blocks but the last, which nobody reads."""
+        size, dtype = static(self.geometry.block_size), torch.promote_types(key.dtype, torch.float32)
+        plan = plan_of(self.rule, size, static(-(-key.shape[2] // size)), str(key.device), dtype)
+        signal, found = key.permute(1, 2, 0, 3), []
+        with torch.autocast(key.device.type, enabled=False):
+            for index, state in enumerate(states(plan, signal.flatten(2).to(dtype), size)):
+                given = (plan.readers[index] @ state).unflatten(2, (key.shape[0], -1)).permute(2, 0, 1, 3)
+                found.append(_novelty(key[:, :, index * size : (index + 1) * size], given))
+        return torch.cat(found, dim=2) if found else key[:, :, :0, 0]
+
+    def set_retrieval(self, **changes: Any) -> None:
+        """Change how the polynomial is read; the raw tokens stay as they are."""
+        self.elastic.set_retrieval(**changes)
+        self._settle()
+
+    def adapt(self, state: State) -> tuple[State, str | None]:
+        """Fit the polynomial to another order."""
+        coefficients, said = self.elastic.adapt(state[:2])
+        return (*coefficients, *state[2:]), said
+
+
+@torch.no_grad()
+def _novelty(
+    key: Float[Tensor, "batch kv_head token dim"], given: Float[Tensor, "batch kv_head token dim"]
+) -> Float[Tensor, "batch kv_head token"]:
+    """Squared distance of keys from what the polynomial gives, relative to the mean of the block.
+
+    The polynomial gets coarser as the history grows. Relative to its block, a token is as novel early as late.
+    """
+    distance = (wide(key) - given).square().sum(3)
+    return distance / distance.mean(2, keepdim=True).clamp(min=1e-30)
+
+
+def _take(part: Tensor, index: Int[Tensor, "batch kv_head kept"]) -> Tensor:
+    return part.gather(2, index[..., None].expand(-1, -1, -1, part.shape[3]))
+
+
+def _beside(polynomial: Reading, raw: Sequence[Tensor]) -> Reading:
+    return tuple(torch.cat((a, b.to(a.dtype)), dim=2) for a, b in zip(polynomial, raw, strict=True))
