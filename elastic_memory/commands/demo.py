@@ -56,6 +56,8 @@ def demo(
 
         elastic demo --out demo-2 --seed 2
     """
+    from transformers.utils import logging
+
     from elastic_memory.common.files import write_text
     from elastic_memory.common.threads import choose_threads
     from elastic_memory.report.page import page
@@ -64,6 +66,7 @@ def demo(
     check_range(0, seed=seed)
     _check_seed(out / "demo.json", seed)
     console = Console()
+    logging.disable_progress_bar()  # of saving and loading models that take no time
     choose_threads()
     found = []
     _step(console, 1, "The memory alone: compress four signals and reconstruct them")
