@@ -102,12 +102,10 @@ def evaluate(
     from elastic_memory.data import samples
     from elastic_memory.evaluation.longppl import Settings
     from elastic_memory.evaluation.metrics import OWN_ROWS, Conditions
-    from elastic_memory.evaluation.ruler import LENGTHS
 
     check_range(1, batch_size=batch_size, limit=limit, stride=stride)
-    check_range(1, trunc_len=trunc_len, sliding_window=sliding_window)
+    check_range(1, 10**8, trunc_len=trunc_len, sliding_window=sliding_window, ruler_length=ruler_lengths)
     check_range(1, LARGEST_MEMORY, points=points, order=order, reconstruct=orders)
-    check_range(1, 10**8, ruler_length=ruler_lengths)
     check_range(0, recall_steps=recall_steps, seed=seed)
     check_range(-1000, 1000, alpha=alpha, beta=beta)
     _refuse_unused(context, metric or ["ppl"], protocol or ["P0"], bool(data), bool(corrupt))
@@ -121,7 +119,7 @@ def evaluate(
         conditions=Conditions(sampling=sampling, points=points, order=order, **noise),
         settings=Settings.scaled(rows.length if rows else LENGTH, **longppl), keys=keys,
         protocols=protocol or ["P0"], stride=stride, batch_size=batch_size, reference=reference,
-        orders=orders or [], recall_steps=recall_steps, ruler_lengths=ruler_lengths or LENGTHS,
+        orders=orders or [], recall_steps=recall_steps, ruler_lengths=ruler_lengths,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ class Evaluation:
     keys: Path | None = None
     orders: Sequence[int] = ()
     recall_steps: int = 0
-    ruler_lengths: Sequence[int] = ruler.LENGTHS
+    ruler_lengths: Sequence[int] | None = None  # RULER's own, unless given
     partial: Path | None = None
     identity: dict[str, Any] = field(default_factory=dict)
 
@@ -178,7 +178,7 @@ def _ruler(task: str, evaluation: Evaluation, advance: Advance) -> Any:
         raise ValueError("RULER's tasks are text: the model has no tokenizer beside it; give --data of its tokenizer")
     return [
         ruler.ruler(evaluation.model, evaluation.tokenizer, task, length, advance=advance)
-        for length in evaluation.ruler_lengths
+        for length in evaluation.ruler_lengths or ruler.LENGTHS
     ]
 
 
@@ -189,7 +189,7 @@ def work(evaluation: Evaluation, metric: str) -> int:
     if metric == "mqar":
         return evaluation.recall_steps + len(mqar.sizes(evaluation.model)[2])
     if metric.startswith("ruler-"):
-        return len(evaluation.ruler_lengths) * ruler.SAMPLES
+        return len(evaluation.ruler_lengths or ruler.LENGTHS) * ruler.SAMPLES
     return len(evaluation.rows) * (len(evaluation.protocols) if metric == "ppl" else 1)
 
 
