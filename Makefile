@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)   ## see the memory at work, on any machine
 	$(VENV)/bin/elastic demo
 
-test: $(READY)   ## the test suite
+test: docs       ## the documentation built, and the test suite
 	OMP_NUM_THREADS=1 $(RUN) pytest -n auto -m 'not gpu and not slow and not faults' $(ARGS)
 
 test-slow: $(READY)    ## the tests that take minutes each
@@ -52,8 +52,7 @@ test-browser: $(READY) ## the report and the microscope in headless Chromium (De
 	OMP_NUM_THREADS=1 $(RUN) pytest tests/browser $(ARGS)
 
 docs: $(READY)         ## the documentation as a site, in build/site; warnings are errors
-	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet --site-dir build/site
 
 test-gpu:        ## on a machine with CUDA; uses the interpreter's own packages
 	$(PYTHON) -m pytest -m gpu $(ARGS)

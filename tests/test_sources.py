@@ -106,6 +106,7 @@ def test_tensors_alone_are_read_only_where_it_is_said():
         "torch.load('x')", "torch.load(f, weights_only=False)", "torch.load(f, weights_only=flag)",
         "from torch import load", "from torch import load as read", "import torch as t\nt.load('x')", "f = torch.load",
         "torch.hub.load('a/b', 'c')", "from torch import hub", "from torch.hub import load", "torch.jit.load(f)",
+        "from torch import jit\njit.load(f)", "from torch import jit as j\nf = j.load",
         "eval('1')", "exec('1')", "map(eval, lines)", "builtins.eval('1')", "from builtins import eval as e",
         "__import__('os')", "getattr(os, 'system')('ls')", "getattr(torch, 'load')(f)", "getattr(builtins, 'eval')",
         "yaml.load(f)", "from yaml import load", "import yaml as y\ny.unsafe_load(f)", "yaml.load_all(f)",

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from elastic_memory.commands.options import check_range
+from elastic_memory.common.progress import progress_bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +56,8 @@ def demo(
 
         elastic demo --out demo-2 --seed 2
     """
+    from transformers.utils import logging
+
     from elastic_memory.common.files import write_text
     from elastic_memory.common.threads import choose_threads
     from elastic_memory.report.page import page
@@ -64,6 +66,7 @@ def demo(
     check_range(0, seed=seed)
     _check_seed(out / "demo.json", seed)
     console = Console()
+    logging.disable_progress_bar()  # of saving and loading models that take no time
     choose_threads()
     found = []
     _step(console, 1, "The memory alone: compress four signals and reconstruct them")
@@ -186,8 +189,7 @@ def _learned(folder: Path, memory: dict[str, str], seed: int, name: str) -> Any:
     if (folder / "model.safetensors").exists():
         return em.MemoryLlamaForCausalLM.from_pretrained(folder).eval()
     model = build(memory, PLANS["smoke"]["model"], seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task(f"training {name}", total=RECALL_STEPS)
         learn(
             model, "passkey", BOOK_BLOCKS, RECALL_STEPS, rows=32, learning_rate=3e-3, seed=seed,
@@ -205,7 +207,10 @@ def _asked(model: Any, name: str, seed: int) -> list[dict[str, Any]]:
 
     from elastic_memory.evaluation.recall import recall
 
-    results = recall(model, "passkey", DISTANCES, samples=QUESTIONS, seed=seed + 1)
+    results = []
+    with progress_bar(transient=True) as progress:
+        for distance in progress.track(DISTANCES, description=f"asking {name}"):
+            results += recall(model, "passkey", [distance], samples=QUESTIONS, seed=seed + 1)
     return [{"row": name, **dataclasses.asdict(result)} for result in results]
 
 

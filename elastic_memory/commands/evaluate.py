@@ -10,15 +10,21 @@ import typer
 from elastic_memory.commands.options import LARGEST_MEMORY, check_range, refuse_unused
 from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
 
+# Options by the metrics that use them, or what the names of those begin with.
 USED_BY = {
-    "ppl": ("protocol", "stride", "batch_size"),
-    "longppl": ("reference", "trunc_len", "sliding_window", "alpha", "beta", "keys"),
-    "reconstruction": ("orders",),
-    "recall": ("recall_steps",),
+    ("ppl",): ("protocol", "stride", "batch_size"),
+    ("longppl",): ("reference", "trunc_len", "sliding_window", "alpha", "beta", "keys"),
+    ("reconstruction",): ("orders",),
+    ("recall", "mqar"): ("recall_steps",),
+    ("ruler-",): ("ruler_lengths",),
 }
 
 Metrics = Annotated[
-    list[str] | None, typer.Option(help="ppl (default), longppl, reconstruction, spectrum, recall; repeatable.")
+    list[str] | None,
+    typer.Option(
+        help="ppl (default), longppl, reconstruction, spectrum, recall, mqar, ruler-niah, ruler-variables, "
+        "ruler-words; repeatable."
+    ),
 ]
 Protocols = Annotated[
     list[str] | None,
@@ -47,7 +53,12 @@ Alpha = Annotated[float, typer.Option(help="LongPPL: the least gain of a key tok
 Beta = Annotated[float, typer.Option(help="LongPPL: the least log-probability of a key token.")]
 Keys = Annotated[Path | None, typer.Option(help="LongPPL: folder in which key tokens are kept for the next call.")]
 Orders = Annotated[list[int] | None, typer.Option("--reconstruct", help="Reconstruction: an order to try; repeatable.")]
-RecallSteps = Annotated[int, typer.Option(help="Recall: fine-tune a copy of the model for this many steps first.")]
+RecallSteps = Annotated[
+    int, typer.Option(help="Recall, MQAR: fine-tune a copy of the model for this many steps first.")
+]
+RulerLengths = Annotated[
+    list[int] | None, typer.Option("--ruler-length", help="RULER: tokens of a prompt; repeatable (default 4096, 8192).")
+]
 
 
 def evaluate(
@@ -74,6 +85,7 @@ def evaluate(
     keys: Keys = None,
     orders: Orders = None,
     recall_steps: RecallSteps = 600,
+    ruler_lengths: RulerLengths = None,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Measure a model: perplexity, LongPPL, and probes of its memory.
@@ -89,15 +101,15 @@ def evaluate(
     """
     from elastic_memory.data import samples
     from elastic_memory.evaluation.longppl import Settings
-    from elastic_memory.evaluation.metrics import Conditions
+    from elastic_memory.evaluation.metrics import OWN_ROWS, Conditions
 
     check_range(1, batch_size=batch_size, limit=limit, stride=stride)
-    check_range(1, trunc_len=trunc_len, sliding_window=sliding_window)
+    check_range(1, 10**8, trunc_len=trunc_len, sliding_window=sliding_window, ruler_length=ruler_lengths)
     check_range(1, LARGEST_MEMORY, points=points, order=order, reconstruct=orders)
     check_range(0, recall_steps=recall_steps, seed=seed)
     check_range(-1000, 1000, alpha=alpha, beta=beta)
     _refuse_unused(context, metric or ["ppl"], protocol or ["P0"], bool(data), bool(corrupt))
-    if data is None and metric != ["recall"]:
+    if data is None and not set(metric or ["ppl"]) <= OWN_ROWS:
         raise ValueError("--data is missing: a folder written by `elastic prepare`")
     rows = samples(data, split) if data else None
     longppl = {"trunc_len": trunc_len, "sliding_window": sliding_window, "alpha": alpha, "beta": beta}
@@ -107,15 +119,15 @@ def evaluate(
         conditions=Conditions(sampling=sampling, points=points, order=order, **noise),
         settings=Settings.scaled(rows.length if rows else LENGTH, **longppl), keys=keys,
         protocols=protocol or ["P0"], stride=stride, batch_size=batch_size, reference=reference,
-        orders=orders or [], recall_steps=recall_steps,
+        orders=orders or [], recall_steps=recall_steps, ruler_lengths=ruler_lengths,
     )  # fmt: skip
 
 
 def _refuse_unused(context: typer.Context, metrics: list[str], protocols: list[str], data: bool, noise: bool) -> None:
     """Refuse what none of the metrics uses."""
-    for metric, names in USED_BY.items():
-        if metric not in metrics:
-            refuse_unused(context, f"without --metric {metric}", *names)
+    for users, names in USED_BY.items():
+        if not any(metric.startswith(users) for metric in metrics):
+            refuse_unused(context, f"without --metric {' or '.join(users)}", *names)
     if "P1" not in protocols:
         refuse_unused(context, "without --protocol P1", "stride")
     if not noise:
@@ -130,6 +142,7 @@ def _evaluate(
     """Load the model, evaluate it, print the results and write them; `fields` are those of `Evaluation`."""
     from elastic_memory.common.files import check_replaceable
     from elastic_memory.evaluation.inputs import Spread
+    from elastic_memory.evaluation.loading import tokenizer_of
     from elastic_memory.evaluation.metrics import Evaluation
     from elastic_memory.evaluation.record import with_progress, write_record
 
@@ -139,6 +152,8 @@ def _evaluate(
     if rows is not None:
         identity = {"data": rows.fingerprint, "split": rows.split}
         fields |= {"tokenizer": rows.tokenizer(), "identity": identity}
+    else:
+        fields["tokenizer"] = tokenizer_of(checkpoint)
     model = _load(checkpoint, rows, fields["conditions"])
     evaluation = Evaluation(model=model, rows=Spread(rows, limit or len(rows)) if rows is not None else [], **fields)
     results = with_progress(evaluation, metrics)

@@ -7,6 +7,8 @@ import typer
 
 from elastic_memory.common.defaults import BLOCK_SIZE
 
+OPERATOR_CHECKS = 5
+
 
 def selfcheck(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: the GPU if there is one).")] = None,
@@ -24,6 +26,8 @@ def selfcheck(
     from rich.console import Console
     from rich.table import Table
 
+    from elastic_memory.common.progress import progress_bar
+
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=device)
@@ -33,13 +37,21 @@ def selfcheck(
     table = Table(
         "check", "largest error", "bound", "", title=f"elastic selfcheck on {device}, torch {torch.__version__}"
     )
-    with console.status("checking"):
-        for name, error, bound in checks(device, compiled):
+    with progress_bar(transient=True) as progress:
+        for name, error, bound in progress.track(checks(device, compiled), count(compiled), description="checking"):
             good = error <= bound
             failed += not good
             table.add_row(name, f"{error:.1e}", f"{bound:.0e}", "ok" if good else "[red]FAILED[/red]")
     console.print(table)
     raise typer.Exit(1 if failed else 0)
+
+
+def count(compiled: bool) -> int:
+    """How many checks there are."""
+    from elastic_memory.memory import MEMORIES
+
+    own = sum(len(MODEL_CHECKS) + kind.has_option("algorithm") + compiled for kind in MEMORIES.values())
+    return OPERATOR_CHECKS + own
 
 
 def checks(device: str, compiled: bool = False) -> Iterator[tuple[str, float, float]]:

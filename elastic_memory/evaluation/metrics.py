@@ -1,7 +1,7 @@
 """An evaluation: model, rows, conditions, and the metrics by name."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,12 +12,13 @@ import torch
 from elastic_memory.common.defaults import LONGPPL_REFERENCE
 from elastic_memory.common.names import suggest
 from elastic_memory.data.tokenizers import Tokenizer
+from elastic_memory.evaluation import mqar, ruler
 from elastic_memory.evaluation.corruption import corrupted
 from elastic_memory.evaluation.journal import Advance, Journal
 from elastic_memory.evaluation.longppl import Settings, longppl, reference_for, transformers_tokenizer
 from elastic_memory.evaluation.losses import Model, Streamed, has_blocks
 from elastic_memory.evaluation.perplexity import PROTOCOLS, perplexity
-from elastic_memory.evaluation.recall import DISTANCES, TASKS, learn, recall
+from elastic_memory.evaluation.recall import DISTANCES, TASKS, fit, learn, recall
 from elastic_memory.evaluation.reconstruction import reconstruction, spectrum
 from elastic_memory.streaming.fingerprint import fingerprint
 
@@ -65,6 +66,7 @@ class Evaluation:
     keys: Path | None = None
     orders: Sequence[int] = ()
     recall_steps: int = 0
+    ruler_lengths: Sequence[int] | None = None  # RULER's own, unless given
     partial: Path | None = None
     identity: dict[str, Any] = field(default_factory=dict)
 
@@ -134,24 +136,60 @@ def _counted(rows: Sequence[Any], advance: Advance) -> Any:
         advance(1)
 
 
+@contextmanager
+def _lent(model: Model) -> Iterator[Callable[[], None]]:
+    """The model may be trained in this context, and is then as it was; what is yielded resets it meanwhile."""
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    try:
+        yield lambda: model.load_state_dict(weights)
+    finally:
+        model.load_state_dict(weights)
+
+
 def _recall(evaluation: Evaluation, advance: Advance) -> Any:
-    weights = {name: value.detach().clone() for name, value in evaluation.model.state_dict().items()}
     found = []
-    for name in TASKS:
-        if evaluation.recall_steps:
-            evaluation.model.load_state_dict(weights)
-            learn(evaluation.model, name, steps=evaluation.recall_steps, report=lambda step, loss: advance(1))
-        for distance in DISTANCES:
-            found += recall(evaluation.model, name, [distance])
-            advance(1)
-    evaluation.model.load_state_dict(weights)
+    with _lent(evaluation.model) as reset:
+        for name in TASKS:
+            if evaluation.recall_steps:
+                reset()
+                learn(evaluation.model, name, steps=evaluation.recall_steps, report=lambda step, loss: advance(1))
+            for distance in DISTANCES:
+                found += recall(evaluation.model, name, [distance])
+                advance(1)
     return found
+
+
+def _mqar(evaluation: Evaluation, advance: Advance) -> Any:
+    found = []
+    with _lent(evaluation.model):
+        fit(
+            evaluation.model,
+            mqar.batches(evaluation.model, evaluation.recall_steps),
+            report=lambda step, loss: advance(1),
+        )
+        for pairs in mqar.sizes(evaluation.model)[2]:
+            found.append(mqar.mqar(evaluation.model, pairs))
+            advance(1)
+    return found
+
+
+def _ruler(task: str, evaluation: Evaluation, advance: Advance) -> Any:
+    if evaluation.tokenizer is None:
+        raise ValueError("RULER's tasks are text: the model has no tokenizer beside it; give --data of its tokenizer")
+    return [
+        ruler.ruler(evaluation.model, evaluation.tokenizer, task, length, advance=advance)
+        for length in evaluation.ruler_lengths or ruler.LENGTHS
+    ]
 
 
 def work(evaluation: Evaluation, metric: str) -> int:
     """How far a metric calls `advance` in total."""
     if metric == "recall":
         return len(TASKS) * (evaluation.recall_steps + len(DISTANCES))
+    if metric == "mqar":
+        return evaluation.recall_steps + len(mqar.sizes(evaluation.model)[2])
+    if metric.startswith("ruler-"):
+        return len(evaluation.ruler_lengths or ruler.LENGTHS) * ruler.SAMPLES
     return len(evaluation.rows) * (len(evaluation.protocols) if metric == "ppl" else 1)
 
 
@@ -161,7 +199,10 @@ METRICS: dict[str, Callable[[Evaluation, Advance], Any]] = {
     "reconstruction": _reconstruction,
     "spectrum": _spectrum,
     "recall": _recall,
+    "mqar": _mqar,
+    **{f"ruler-{task}": partial(_ruler, task) for task in ruler.TASKS},
 }
+OWN_ROWS = {"recall", "mqar", *(f"ruler-{task}" for task in ruler.TASKS)}  # metrics that need no data
 
 
 def evaluate(

@@ -5,7 +5,7 @@ The distance is the number of blocks between the two; from distance 1 on, a mode
 are small ids, so that any model with a large enough vocabulary can take part.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -156,17 +156,31 @@ def learn(
 
     Lengths are random too: from 2 blocks to a bound that grows to `blocks` in the first half of the steps.
     """
-    device, size = next(model.parameters()).device, _fitting_block_size(model)
+    size, random = _fitting_block_size(model), Random(seed)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for step in range(steps):
+            length = random.randint(2, min(blocks, 2 + 2 * (blocks - 1) * step // steps))
+            ids, answered = batch(task, [random.randint(1, length - 1) for _ in range(rows)], length, size, random)
+            yield ids[:, :-1], ids[:, -len(answered) :].masked_fill(answered < 0, -100)
+
+    fit(model, batches(), learning_rate, report)
+
+
+def fit(
+    model: Model,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    learning_rate: float = 2e-3,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Train on batches of ids and of the labels of their last tokens, -100 for none."""
+    device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    random = Random(seed)
     model.train()
-    for step in range(steps):
-        length = random.randint(2, min(blocks, 2 + 2 * (blocks - 1) * step // steps))
-        ids, answered = batch(task, [random.randint(1, length - 1) for _ in range(rows)], length, size, random)
-        labels = ids[:, -len(answered) :].masked_fill(answered < 0, -100).to(device)
+    for step, (ids, labels) in enumerate(batches):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = model(ids[:, :-1].to(device), logits_to_keep=len(answered)).logits
-        loss = cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+            logits = model(ids.to(device), logits_to_keep=labels.shape[1]).logits
+        loss = cross_entropy(logits.float().flatten(0, 1), labels.to(device).flatten())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -10,22 +10,20 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from elastic_memory.common.environment import environment
 from elastic_memory.common.files import write_json
+from elastic_memory.common.progress import progress_bar
 from elastic_memory.data import Samples
 from elastic_memory.evaluation.metrics import METRICS, Evaluation, evaluate, work
 
 
 def with_progress(evaluation: Evaluation, metrics: Sequence[str]) -> dict[str, Any]:
     """Each metric's result by name; shows a bar per metric, or one line per minute in a log."""
-    console = Console(stderr=True)
     totals = {name: work(evaluation, name) for name in metrics if name in METRICS}
-    if not console.is_terminal:
+    if not Console(stderr=True).is_terminal:
         return evaluate(evaluation, metrics, _Lines(totals))
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console) as progress:
+    with progress_bar() as progress:
         bars = {name: progress.add_task(name, total=total) for name, total in totals.items()}
         return evaluate(evaluation, metrics, lambda name, count: progress.advance(bars[name], count))
 
@@ -35,13 +33,20 @@ class _Lines:
 
     def __init__(self, totals: dict[str, int]) -> None:
         self.totals, self.done = totals, dict.fromkeys(totals, 0)
+        self.begun: dict[str, float] = {}
         self.told = time.monotonic()
 
     def __call__(self, name: str, count: int) -> None:
         self.done[name] += count
+        begun = self.begun.setdefault(name, time.monotonic())
         if time.monotonic() - self.told > 60:
             self.told = time.monotonic()
-            print(f"{name}  {self.done[name]:,}/{self.totals[name]:,}", file=sys.stderr, flush=True)
+            left = (self.told - begun) / self.done[name] * (self.totals[name] - self.done[name])
+            print(
+                f"{name}  {self.done[name]:,}/{self.totals[name]:,}  {left / 60:,.0f} minutes left",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def write_record(

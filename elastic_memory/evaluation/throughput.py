@@ -39,6 +39,11 @@ class Workload:
     steps: int = 3
     repeats: int = 4
 
+    @property
+    def rounds(self) -> int:
+        """How often everything is timed: both orders equally often."""
+        return self.repeats + self.repeats % 2
+
 
 @dataclass(frozen=True)
 class Throughput:
@@ -68,7 +73,9 @@ def tensor_cores() -> Iterator[None]:
 # Many models in one process need more than the default number of recompilations.
 @tensor_cores()
 @torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024)
-def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
+def throughput(
+    models: Mapping[str, Model], work: Workload, advance: Callable[[int], None] = lambda rounds: None
+) -> list[Throughput]:
     """Samples per second of training steps and of evaluation, tokens per second of decoding.
 
     A training step is forward, backward, clipping and AdamW on `work.rows` samples; on a GPU in bfloat16, and as a CUDA
@@ -105,18 +112,7 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
         for own in kinds.values():
             del own["decoding"]
     amount = {"training": work.rows * work.steps, "inference": work.rows, "decoding": work.rows * work.decoded}
-    seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds[name]} for name in models}
-    order = list(models)
-    warm: float | None = None  # when everything was compiled
-    rounds = work.repeats + work.repeats % 2  # both orders equally often
-    while len(seconds[order[0]]["training"]) < rounds:
-        counts = warm is not None and time.perf_counter() - warm >= _warm_seconds(models[order[0]])
-        for name in order:
-            for kind, run in kinds[name].items():
-                taken = run()
-                if counts:
-                    seconds[name][kind].append(taken)
-        warm, order = time.perf_counter() if warm is None else warm, order[::-1]
+    seconds = _interleaved(models, kinds, work.rounds, advance)
     base = next(iter(seconds.values()))
     return [
         Throughput(
@@ -127,6 +123,28 @@ def throughput(models: Mapping[str, Model], work: Workload) -> list[Throughput]:
         )
         for name, own in seconds.items()
     ]
+
+
+def _interleaved(
+    models: Mapping[str, Model],
+    kinds: dict[str, dict[str, Callable[[], float]]],
+    rounds: int,
+    advance: Callable[[int], None],
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every kind of work of every model, in rounds of alternating order, after warm-up."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in own} for name, own in kinds.items()}
+    order = list(models)
+    warm: float | None = None  # when everything was compiled
+    while len(seconds[order[0]]["training"]) < rounds:
+        counts = warm is not None and time.perf_counter() - warm >= _warm_seconds(models[order[0]])
+        for name in order:
+            for kind, run in kinds[name].items():
+                taken = run()
+                if counts:
+                    seconds[name][kind].append(taken)
+        warm, order = time.perf_counter() if warm is None else warm, order[::-1]
+        advance(int(counts))
+    return seconds
 
 
 def _warm_seconds(model: Model) -> float:

@@ -9,8 +9,9 @@ from elastic_memory.model.attach import SAVED
 from elastic_memory.training.recipe import Recipe
 
 
-def model_card(recipe: Recipe, result: dict[str, Any], config: Any) -> str:
-    """Markdown for the README.md beside the weights."""
+def model_card(recipe: Recipe, result: dict[str, Any], network: Any, source: dict[str, Any]) -> str:
+    """Markdown for the README.md beside the weights; `source` is what the manifest of the rows says of their text."""
+    config, where = network.config, ", ".join(str(layer["layer"]) for layer in network.memory_report())
     attached = getattr(config, SAVED, None)
     memory = attached["memory"] if attached else config.memory
     load = 'AutoModelForCausalLM.from_pretrained("path/to/this/folder")'
@@ -21,7 +22,10 @@ def model_card(recipe: Recipe, result: dict[str, Any], config: Any) -> str:
         "final training loss": f"{result['final_loss']:.4f} (mean of the last hundredth of the run)",
         "steps not applied / restarts": f"{result['skipped']} / {len(result['restarts'])}",
         "speed": f"{result['tokens_per_second']:,.0f} tokens/s on {result['machine']['device']}",
-        "data": f"SHA-256 {result['data'][:16]}, tokenizer {str(result['tokenizer'])[:16]}",
+        "memory": f"`{memory}` in layers {where}" if where else "none",
+        "numbers carried from block to block": f"{sum(it['carried_floats'] for it in network.memory_report()):,}",
+        "data": f"{', '.join(source['names'])} ({', '.join(source['licences'])})",
+        "hashes": f"rows {result['data'][:16]}, tokenizer {str(result['tokenizer'])[:16]}",
         "order of samples": result["sample_order"],
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
@@ -37,6 +41,11 @@ import elastic_memory as em
 from transformers import AutoModelForCausalLM
 
 model = {f"em.attach_memory({load})" if attached else load}
+```
+
+```sh
+elastic generate path/to/this/folder --prompt "Once"
+elastic evaluate path/to/this/folder --data ROWS    # a folder written by elastic prepare
 ```
 
 | | |

@@ -322,7 +322,7 @@ class Session:
                 network.save_pretrained(staged, state_dict=state)
                 shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
                 write_json(staged / "training.json", result)
-                write_text(staged / "README.md", model_card(run.recipe, result, network.config))
+                write_text(staged / "README.md", model_card(run.recipe, result, network, self.rows.manifest["source"]))
                 write_manifest(staged, run.digest, result["steps"], without=("README.md",))  # the card may be edited
                 shutil.rmtree(run.model, ignore_errors=True)
                 publish(staged, run.model)

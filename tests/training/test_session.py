@@ -52,7 +52,12 @@ def test_a_run_leaves_metrics_a_model_and_its_whole_story(undisturbed, corpus):
     assert checkpoints.steps(undisturbed / "checkpoints") == [8, 12]
     model = AutoModelForCausalLM.from_pretrained(undisturbed / "model")
     assert model.config.memory == "elastic"
-    assert "order of samples" in (undisturbed / "model" / "README.md").read_text()
+    card = (undisturbed / "model" / "README.md").read_text()
+    for said in (
+        "order of samples", "| memory | `elastic` in layers ", "numbers carried", "final training loss", "| data | ",
+        "from_pretrained(", "elastic generate", "learning_rate:",
+    ):  # fmt: skip
+        assert said in card, said
     assert not list((undisturbed / "model").glob("*.bin")), "a pickle"
 
 
