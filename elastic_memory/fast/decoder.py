@@ -300,5 +300,5 @@ def _is_plain(layer: Any, backbone: Any) -> bool:
         and not hasattr(attention, "q_norm")
         and (memory.shares_softmax or not memory.start(1, "meta"))
         and memory.prepare is None
-        and memory.scores_alike
+        and attention.scores_alike
     )

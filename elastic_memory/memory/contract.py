@@ -206,11 +206,6 @@ class Memory(nn.Module):
         """Whether the mechanism takes this argument."""
         return name in signature(cls.__init__).parameters
 
-    @property
-    def scores_alike(self) -> bool:
-        """Whether its columns in the block's softmax are scored as the block's own."""
-        return self.gain is None and not self.adds_score and not self.raw_queries
-
     def cut(self, state: State, block: int) -> State:
         """The state that enters block number `block`, detached where `detach_every` says so."""
         if self.detach_every and block % self.detach_every == 0:

@@ -86,7 +86,7 @@ class MemoryAttention(nn.Module):
 
         `reading`: what stands in front, if it is memory's; `query`: before rotary positions, if memory wants them so.
         """
-        if not reading or not self.memory.shares_softmax or self.memory.scores_alike:
+        if not reading or not self.memory.shares_softmax or self.scores_alike:
             return self._softmax(rotated, key, value, mask)
         columns, dim = reading[0].shape[2], value.shape[-1]
         known, own = key[:, :, :columns], key[:, :, columns:]
@@ -107,6 +107,11 @@ class MemoryAttention(nn.Module):
         if mask is None:
             return trapezoidal(rotated, key, value, self.scaling)
         return masked(rotated, key, value, mask, self.scaling)
+
+    @property
+    def scores_alike(self) -> bool:
+        """Whether memory's columns in the block's softmax are scored as the block's own."""
+        return self.memory.gain is None and not self.memory.adds_score and not self.memory.raw_queries
 
     def remember(
         self,
@@ -180,7 +185,7 @@ class MemoryAttention(nn.Module):
             if reading:
                 known, held = (part.to(value.dtype) for part in reading[:2])
                 asking, unrotated = (x if x is None else x[:, first:last].flatten(0, 1) for x in (rotated, raw))
-                if not self.memory.scores_alike:
+                if not self.scores_alike:
                     asking, known = self.looking(asking, unrotated, known, reading)
                 parts.append((asking, known, held))
         return _split_blocks(windows.attend(query, key, value, window, self.scaling, parts), size)
