@@ -20,7 +20,7 @@ PLANS = {
     ),
     "small": Setup(
         model="HuggingFaceTB/SmolLM2-135M-Instruct", length=16384, window=1024, block=256, order=540, points=540,
-        tokens=40_000_000, rows=64, recipe="full.yaml", keys={},
+        tokens=40_000_000, rows=64, recipe="full.yaml", keys={"execution.micro_batch": 4},
     ),
 }  # fmt: skip
 
