@@ -98,6 +98,14 @@ def test_models_are_registered_whatever_is_imported_first(tmp_path):
         assert result.returncode == 0, result.stderr
 
 
+def test_ctrl_c_ends_a_process_that_has_just_begun():
+    """Between `begin` and the first command nothing catches a KeyboardInterrupt: the process ends without a word."""
+    code = "import elastic_command, os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "elastic_command.begin(); os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
 def test_as_a_module_it_starts_without_torch_too():
     code = "import runpy, sys; sys.argv = ['-m', '--help']; sys.orig_argv = ['python', '-m', 'elastic_memory.cli']\n"
     code += "try: runpy.run_module('elastic_memory.cli', run_name='__main__', alter_sys=True)\n"

@@ -7,14 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from elastic_memory import cli
+from elastic_memory.commands.evaluate import _whole_words
 from elastic_memory.data import prepare, samples
 from elastic_memory.evaluation import corrupted, perplexity
 from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.journal import Journal
 from elastic_memory.evaluation.loading import load_model
 from elastic_memory.evaluation.longppl import Settings
+from elastic_memory.report.tables import Table
 from tests.evaluation.conftest import TEXT, byte_level_bpe, llama, model_with
 
 LONGPPL = ["elastic", "--data", "rows", "--metric", "longppl", "--reference", "full"]
@@ -239,3 +242,14 @@ def test_rows_that_were_changed_are_not_scored(place, elastic, tmp_path):
     (tmp_path / "rows" / "test.bin").write_bytes(content)
     code, _, error = elastic("evaluate", place / "elastic", "--data", tmp_path / "rows")
     assert code == 2 and "test.bin is damaged" in error
+
+
+def test_numbers_stay_whole_in_fewer_than_80_columns(capsys):
+    """A table that does not fit breaks its cells between numbers, and never shows part of one."""
+    numbers = [f"{i}2.34567" for i in range(9)]
+    table = Table("wide", ["metric", "value by block", "interval"], [["ppl", " ".join(numbers), "1.23456 to 9.87654"]])
+    Console(width=44).print(_whole_words(table))
+    assert set(numbers) <= set(capsys.readouterr().out.split())
+    Console(width=60).print(_whole_words(Table("many", ["a", *numbers], [["b", *numbers]])))
+    shown = [word for word in capsys.readouterr().out.split() if word[0].isdigit()]
+    assert shown and set(shown) <= set(numbers)
