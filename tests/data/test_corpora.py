@@ -67,7 +67,7 @@ def test_hub_corpora_are_read_through_datasets(name, tmp_path, monkeypatch):
                     gzip.compress("".join(json.dumps({corpus.text: text}) + "\n" for text in texts[path]).encode())
                 )
     monkeypatch.setattr(Hub, "root", lambda self: str(tmp_path / "hub@abc"))
-    parts = find_parts([name], "text", Counter())
+    parts = find_parts([name], None, Counter())
     assert len(parts) == len(texts)
     assert [part.split for part in parts] == [
         split if len(corpus.files) > 1 else None for split in corpus.files for _ in range(2)
