@@ -16,11 +16,11 @@ from elastic_memory.common.files import sha256
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import load_tokenizer
 from elastic_memory.data.places import missing_folder
+from elastic_memory.data.start import StartingModel
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.model_files import check_files, check_loaded, check_tensors
 from elastic_memory.model import MemoryLlamaConfig, attach_memory
 from elastic_memory.model.attach import SAVED
-from elastic_memory.training.start import StartingModel
 
 BUILT_IN = (None, "eager", "sdpa")  # attention of transformers itself; other names may load code from the hub
 

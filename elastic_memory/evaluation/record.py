@@ -38,15 +38,12 @@ class _Lines:
 
     def __call__(self, name: str, count: int) -> None:
         self.done[name] += count
-        begun = self.begun.setdefault(name, time.monotonic())
-        if time.monotonic() - self.told > 60:
-            self.told = time.monotonic()
-            left = (self.told - begun) / self.done[name] * (self.totals[name] - self.done[name])
-            print(
-                f"{name}  {self.done[name]:,}/{self.totals[name]:,}  {left / 60:,.0f} minutes left",
-                file=sys.stderr,
-                flush=True,
-            )
+        now, done = time.monotonic(), self.done[name]
+        begun = self.begun.setdefault(name, now)
+        if now - self.told > 60 and done:
+            self.told = now
+            left = (now - begun) / done * (self.totals[name] - done) / 60
+            print(f"{name}  {done:,}/{self.totals[name]:,}  {left:,.0f} minutes left", file=sys.stderr, flush=True)
 
 
 def write_record(

@@ -39,7 +39,7 @@ class History(NamedTuple):
 
 def inexact(model: Any) -> str | None:
     """Why parts that are read separately and joined differ from the text read in order; None if they do not."""
-    layers = list(model.memories)
+    layers = [index for index, layer in enumerate(model.base_model.layers) if layer.memory.start(1, "meta")]
     if model.base_model.layers[0].locality.sliding:
         return "sliding attention looks back across the border between two parts"
     if len(layers) > 1:

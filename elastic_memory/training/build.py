@@ -7,10 +7,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 import elastic_memory as em
+from elastic_memory.data.start import StartingModel
 from elastic_memory.model.attach import SAVED
 from elastic_memory.training.lora import add_lora
 from elastic_memory.training.recipe import Recipe
-from elastic_memory.training.start import StartingModel
 
 LARGEST = {
     "num_hidden_layers": 10_000, "hidden_size": 1_000_000, "intermediate_size": 10_000_000, "vocab_size": 100_000_000,

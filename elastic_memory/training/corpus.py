@@ -4,9 +4,9 @@ import hashlib
 
 from elastic_memory.data import Samples
 from elastic_memory.data.samples import check_vocabulary
+from elastic_memory.data.start import StartingModel
 from elastic_memory.training.build import build_config
 from elastic_memory.training.recipe import Recipe
-from elastic_memory.training.start import StartingModel
 
 
 def data_hash(rows: Samples) -> str:

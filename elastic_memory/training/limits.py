@@ -8,10 +8,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 import elastic_memory as em
+from elastic_memory.data.start import StartingModel
 from elastic_memory.training.build import build_config, head_dim
 from elastic_memory.training.lora import check_lora
 from elastic_memory.training.recipe import Recipe
-from elastic_memory.training.start import StartingModel
 
 MOST_SAMPLES = 200_000_000  # their order is kept in memory
 STATE = 16  # bytes per parameter: float32 weight, gradient and two optimizer moments

@@ -23,6 +23,7 @@ from elastic_memory.common.locks import locked
 from elastic_memory.common.strict import read_json, read_yaml
 from elastic_memory.common.threads import choose_threads
 from elastic_memory.data import Samples, samples
+from elastic_memory.data.start import StartingModel
 from elastic_memory.training import checkpoints, limits, logs
 from elastic_memory.training.build import build_model, parameters_of, start_model
 from elastic_memory.training.callbacks import console
@@ -34,7 +35,6 @@ from elastic_memory.training.order import Schedule
 from elastic_memory.training.recipe import Recipe
 from elastic_memory.training.runs import Run, StoppedError, differences, machine, run_facts
 from elastic_memory.training.spikes import Restart, UnstableError, Watch
-from elastic_memory.training.start import StartingModel
 from elastic_memory.training.trainer import MemoryTrainer, repair_for_weights_only
 
 

@@ -222,7 +222,9 @@ def test_a_log_gets_a_line_a_minute(place, elastic, monkeypatch):
     code, _, said = elastic("evaluate", place / "elastic", "--data", place / "rows", "--limit", 6)
     assert code == 0
     told = [line for line in said.splitlines() if line.startswith("ppl")]
-    assert len(told) == 3 and all(line.endswith("/6") for line in told), "every second time, 90 seconds"
+    assert len(told) == 3 and all("/6  " in line and line.endswith("minutes left") for line in told), (
+        "every second time, 90 seconds"
+    )
 
 
 def test_rows_of_another_vocabulary_are_refused(place, elastic, tmp_path):

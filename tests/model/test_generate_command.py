@@ -186,7 +186,7 @@ def test_a_model_without_memory_is_named(tmp_path):
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=256)
     load_tokenizer("bytes").save(tmp_path / "plain")
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM without memory: .*attach_memory"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM without memory: .*elastic attach"):
         run(tmp_path / "plain", "--prompt", "x")
 
 
