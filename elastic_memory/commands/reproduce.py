@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from elastic_memory.reproduction.experiment import Experiment
     from elastic_memory.reproduction.lab import Lab
 
+TIERS_HELP = "smoke: minutes; small: one GPU; medium: the paper's sizes, 1% of its tokens; paper: all of it."
 TRAINING = (
     "data",
     "reference",
@@ -36,7 +37,7 @@ Seeds = Annotated[int | None, typer.Option(help="At most this many seeds per mod
 
 def reproduce(
     tables: Annotated[list[str], typer.Argument(help="Tables by name, such as main; or one of list, status, claims.")],
-    tier: Annotated[str, typer.Option(help="smoke: minutes; small: one GPU; paper: the paper's own sizes.")] = "smoke",
+    tier: Annotated[str, typer.Option(help=TIERS_HELP)] = "smoke",
     out: Out = Path("results"),
     data: Annotated[Path | None, typer.Option(help="Prepared rows: a folder with one folder per corpus.")] = None,
     reference: Reference = None,
@@ -116,6 +117,8 @@ def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any
     modules = {name: load(name) for name in dict.fromkeys(tables)}
     for name, module in modules.items():
         if not hasattr(module, "EXPERIMENT"):
+            if tier not in getattr(module, "PLANS", [tier]):
+                raise ValueError(f"tier {tier} has no table {name}: choose {' or '.join(module.PLANS)}")
             uses = getattr(module, "USES", ())
             for option in (option for option, value in given.items() if value not in (None, False)):
                 if option not in uses:

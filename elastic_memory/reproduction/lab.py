@@ -87,7 +87,7 @@ class Lab:
 
     def _recipe(self, model: Trained) -> Recipe:
         """The tier's recipe for a model."""
-        recipe = load_recipe(RECIPES / self.name / f"{model.memory}.yaml")
+        recipe = load_recipe(RECIPES / self.tier.recipes / f"{model.memory}.yaml")
         keys = {"model.memory_multiple": model.multiple, **self.tier.recipe, **self.tier.sizes[model.size]}
         changed = {"model.sampling": model.sampling, "training.learning_rate": model.learning_rate}
         changed |= {"training.tokens": model.tokens, "training.seed": model.seed}

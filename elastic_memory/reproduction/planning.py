@@ -9,10 +9,9 @@ from elastic_memory.reproduction.lab import Lab, Trained
 from elastic_memory.reproduction.scheduler import Task
 from elastic_memory.reproduction.tables import experiments, wanted
 from elastic_memory.reproduction.worker import Job
-from elastic_memory.training.build import build_config, flops_per_token
-from elastic_memory.training.recipe import Recipe
+from elastic_memory.training.plan import make_plan, measurements
 
-MEASURING = 150.0  # seconds allowed for measuring a model after training
+MEASURING = 60.0  # seconds allowed for measuring a model after training
 
 
 @dataclass(frozen=True)
@@ -27,44 +26,18 @@ class Todo:
 def to_do(lab: Lab, tables: Sequence[Experiment], seeds: int | None = None) -> list[Todo]:
     """All models of some tables with incomplete records, most important first."""
     models = dict.fromkeys(model for experiment in tables for model in experiment.models(lab, seeds))
-    speeds = measured_speeds(lab)
+    speeds = measurements(lab.out / "runs")
     found = []
     for model in models:
         record = lab.record(model)
         if record.trained is None or lab.missing(model, wanted(model)):
-            seconds = estimate(lab.recipe(model), speeds)
-            found.append(Todo(model, record.content["name"], seconds))
-    return found
-
-
-def measured_speeds(lab: Lab) -> list[tuple[Recipe, float]]:
-    """Recipes of finished runs on accelerators, and the seconds that each would take alone on a device."""
-    found = []
-    for model in dict.fromkeys(model for experiment in _tables(lab) for model in experiment.models(lab)):
-        trained = lab.record(model).trained
-        if trained and trained["machine"]["device"] != "cpu":
-            cost = trained["cost"]
-            recipe = Recipe.parse(trained["recipe"], "record")
-            found.append((recipe, cost["seconds"] / cost["processes_on_device"]))
+            hours = make_plan(lab.recipe(model), speeds, devices=1, price=0.0).hours
+            found.append(Todo(model, record.content["name"], None if hours is None else 3600 * hours))
     return found
 
 
 def _tables(lab: Lab) -> list[Experiment]:
     return [experiment for experiment in experiments().values() if lab.name in experiment.tiers]
-
-
-def estimate(recipe: Recipe, speeds: Sequence[tuple[Recipe, float]]) -> float | None:
-    """Seconds alone on a device: scaled from the measured run with the same memory and the nearest work."""
-    alike = [(other, seconds) for other, seconds in speeds if other.built.memory == recipe.built.memory]
-    if not alike:
-        return None
-    work = _work(recipe)
-    nearest, seconds = min(alike, key=lambda pair: abs(_work(pair[0]) - work))
-    return seconds * work / _work(nearest)
-
-
-def _work(recipe: Recipe) -> float:
-    return recipe.training.tokens * flops_per_token(build_config(recipe), recipe.training.length)
 
 
 def tasks(lab: Lab, todo: Sequence[Todo], parallel: int, keep_weights: bool) -> list[Task]:

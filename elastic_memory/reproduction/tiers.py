@@ -1,4 +1,4 @@
-"""Sizes of models, data and evaluations by tier; its recipes are in `elastic_memory/recipes/<tier>`."""
+"""Sizes of models, data and evaluations by tier; recipes are in `elastic_memory/recipes`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,8 @@ TITLES = {"pg19": "PG-19", "proof-pile": "Proof-Pile", "fineweb-edu": "FineWeb-E
 class Tier:
     """One scale at which all tables can be reproduced."""
 
-    recipe: dict[str, Any] = field(default_factory=dict)  # keys to change in every recipe
+    recipes: str  # folder of its recipes
+    recipe: dict[str, Any] = field(default_factory=dict)  # keys to change in each
     sizes: dict[str, dict[str, Any]]  # keys for models of 1, 2 and 4 times the parameters
     corpora: dict[str, str]  # which folder of --data is used for books, proofs and edu
     seeds: tuple[int, ...]
@@ -33,10 +34,13 @@ def _width(hidden: int, intermediate: int, heads: int) -> dict[str, Any]:
     return {f"model.config.{key}": value for key, value in zip(keys, (hidden, intermediate, heads), strict=True)}
 
 
+PRESETS = {"1x": {}, "2x": {"model.preset": "200m"}, "4x": {"model.preset": "400m"}}
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OWN = {corpus: corpus for corpus in ("proofs", "books", "edu")}
 
 TIERS = {
     "smoke": Tier(
+        recipes="smoke",
         recipe={"training.tokens": 49152},  # 12 steps
         sizes={"1x": {}, "2x": _width(96, 256, 6), "4x": _width(128, 512, 8)},
         corpora=OWN,
@@ -49,18 +53,38 @@ TIERS = {
         "Without --data the sources of Python's standard library stand for every corpus.",
     ),
     "small": Tier(
+        recipes="small",
         sizes={"1x": {}, "2x": _width(576, 1536, 9), "4x": _width(768, 2944, 12)},  # 34M, 66M, 134M parameters
         corpora=OWN,
         seeds=(1, 2, 3),
         rows=96,
         probed=4,
         batch=16,
-        reference="HuggingFaceTB/SmolLM2-135M-Instruct",
+        reference=SMOLLM2,
         caution="A third of the paper's parameters, a quarter of its lengths, and corpora of our own that stand "
         "for the paper's.",
     ),
+    "medium": Tier(
+        recipes="paper",
+        recipe={
+            "training.tokens": 400_000_000,  # 762 steps
+            "training.corpus_tokens": None,
+            "training.warmup": 0.04,
+            "execution.micro_batch": 4,
+        },
+        sizes=PRESETS,
+        corpora=OWN,
+        seeds=(1,),
+        rows=24,
+        probed=4,
+        batch=4,
+        reference=SMOLLM2,
+        caution="The paper's models and lengths, a hundredth of its tokens, and corpora of our own that stand for the "
+        "paper's.",
+    ),
     "paper": Tier(
-        sizes={"1x": {}, "2x": {"model.preset": "200m"}, "4x": {"model.preset": "400m"}},
+        recipes="paper",
+        sizes=PRESETS,
         corpora={"proofs": "proof-pile", "books": "pg19", "edu": "fineweb-edu"},
         seeds=(42,),
         rows=None,

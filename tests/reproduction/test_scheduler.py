@@ -2,19 +2,23 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from elastic_memory.reproduction.lab import Lab, Trained
-from elastic_memory.reproduction.planning import estimate, tasks, to_do
+from elastic_memory.reproduction.planning import tasks, to_do
 from elastic_memory.reproduction.scheduler import Scheduler, Task
 from elastic_memory.reproduction.tables import experiments
 from elastic_memory.reproduction.worker import Job
+
+ROOT = Path(__file__).parents[2]
 
 # Writes when it began and ended; ends at SIGTERM with a file that says so, as a training process saves a checkpoint.
 JOB = """
@@ -148,13 +152,16 @@ def test_jobs_are_a_corpus_keys_first_and_then_its_models(tmp_path):
     assert [one.model.corpus for one in todo] == ["proofs"] * 6 + ["books"] * 6 + ["edu"] * 6
 
 
-def test_time_is_estimated_from_the_nearest_run_of_the_same_memory(tmp_path):
-    lab = Lab("small", tmp_path)
-    one, half = (lab.recipe(Trained(memory="none", tokens=tokens)) for tokens in (None, 75_000_000))
-    assert estimate(half, [(one, 100.0)]) == pytest.approx(50.0)
-    assert estimate(lab.recipe(Trained(memory="melodi")), [(one, 100.0)]) is None
-    double = lab.recipe(Trained(memory="none", size="2x"))
-    assert 150 < estimate(double, [(one, 100.0), (half, 1e9)]) < 260
+def test_time_is_estimated_from_records_of_any_tier(tmp_path):
+    shutil.copytree(ROOT / "results" / "runs", tmp_path / "runs")
+    main = [experiments()["main"]]
+    medium, paper = (
+        {one.name: one.seconds for one in to_do(Lab(tier, tmp_path), main)} for tier in ("medium", "paper")
+    )
+    assert len(medium) == len(paper) == 18
+    assert all(300 < seconds < 3600 for seconds in medium.values())
+    assert sum(paper.values()) == pytest.approx(100 * sum(medium.values()))
+    assert {one.seconds for one in to_do(Lab("small", tmp_path / "empty"), main)} == {None}
 
 
 @pytest.mark.slow
