@@ -67,9 +67,7 @@ def reproduce(
 
         elastic reproduce injection --tier paper --data rows32k --reference meta-llama/Llama-3.1-8B
 
-        elastic reproduce real-model --tier small --data rows16k --minutes 25 --parallel 2
-
-        elastic reproduce real-model --tier small --data rows16k --seeds 3 --designs "no memory, elastic cells"
+        elastic reproduce real-model --tier small --data rows16k --minutes 25 --designs "no memory, elastic cells"
 
     List all tables; show what is done and what is missing, with estimated GPU minutes; check the paper's claims:
 
@@ -92,9 +90,6 @@ def reproduce(
     if experiments:
         from elastic_memory.reproduction.lab import Lab
 
-        for option in ("model", "designs"):
-            if given[option] is not None:
-                raise ValueError(f"table {experiments[0].name!r} does not use --{option}: leave it out")
         lab = Lab(tier, out, data, reference)
         succeeded = _train(experiments, lab, minutes, parallel, seeds, keep_weights)
         for experiment in experiments:
@@ -123,11 +118,13 @@ def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any
 
     modules = {name: load(name) for name in dict.fromkeys(tables)}
     for name, module in modules.items():
+        uses = set(given) - {"model", "designs"} if hasattr(module, "EXPERIMENT") else getattr(module, "USES", ())
+        for option in (option for option, value in given.items() if value not in (None, False)):
+            if option not in uses:
+                raise ValueError(f"table {name!r} does not use --{option}: leave it out")
+    for module in modules.values():
         if not hasattr(module, "EXPERIMENT"):
             uses = getattr(module, "USES", ())
-            for option in (option for option, value in given.items() if value not in (None, False)):
-                if option not in uses:
-                    raise ValueError(f"table {name!r} does not use --{option}: leave it out")
             _print(module.run(tier, out, **{option.replace("-", "_"): given[option] for option in uses}))
     return [module.EXPERIMENT for module in modules.values() if hasattr(module, "EXPERIMENT")]
 
