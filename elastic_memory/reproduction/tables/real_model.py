@@ -40,6 +40,8 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "wider window": {"memory": "memorizing", "combine": "joint", "positions": "full"},
     "key-value means": {"memory": "means"},
     "clock per head": {"memory": "clock"},
+    "clock learned": {"memory": "clock", "rate": "learned"},
+    "clock by content": {"memory": "clock", "rate": "content"},
     "dyadic bank": {"memory": "dyadic"},
     "outliers": {"memory": "outliers"},
     "elastic cells mass": {"memory": "elastic", "sampling": "geometric_cells", "mass": True},
