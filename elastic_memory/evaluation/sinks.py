@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from elastic_memory.attention import rotate
-from elastic_memory.evaluation.losses import Model, evaluating
+from elastic_memory.evaluation.losses import Model, evaluating, token_losses
 from elastic_memory.shapes import Float, Int, Tensor
 
 SINKS = 4  # the first tokens, which every token sees
@@ -34,9 +33,8 @@ def sink_losses(model: Model, ids: Int[Tensor, "row token"], window: int) -> Flo
 def _losses(model: Model, row: Int[Tensor, " token"]) -> Float[Tensor, " prediction"]:
     """Of one row. All tokens are at position 0: attention gets raw queries and keys, and rotates them itself."""
     positions = torch.zeros_like(row[None, :-1])
-    logits = model(row[None, :-1], position_ids=positions, use_cache=False).logits[0]
-    pieces = zip(logits.split(1024), row[1:].split(1024), strict=True)
-    return torch.cat([cross_entropy(some.float(), wanted, reduction="none") for some, wanted in pieces]).cpu()
+    logits = model(row[None, :-1], position_ids=positions, use_cache=False).logits
+    return token_losses(logits, row[None, 1:])[0]
 
 
 def _attend(

@@ -8,6 +8,7 @@
 A difference between two designs is taken document by document, which removes most of the noise.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -46,7 +47,7 @@ BOUNDS = {"full": streamed_losses, "sinks": sink_losses}  # how the untouched mo
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all designs share at a tier. A record is bound to all of it."""
+    """What all designs share at a tier. A record is bound to all of it but `execution`."""
 
     model: str
     length: int  # tokens of a row
@@ -63,6 +64,12 @@ class Setup:
     history: int  # tokens read before decoding is timed
     recipe: str  # without its folder
     keys: Mapping[str, Any]  # what differs from the recipe
+    execution: Mapping[str, Any]  # the same, of its section execution: how the work fits a device
+
+    @property
+    def bound(self) -> dict[str, Any]:
+        """What a record must agree with, as JSON has it."""
+        return json.loads(json.dumps({name: value for name, value in asdict(self).items() if name != "execution"}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +101,7 @@ class Study:
         if not path.exists():
             return None
         found = read_json(path)
-        if found.get("job") != asdict(job) or found.get("plan") != json.loads(json.dumps(asdict(self.plan))):
+        if found.get("job") != asdict(job) or found.get("plan") != self.plan.bound:
             raise ValueError(f"{path} is the record of another plan or design: move it, or choose another --out")
         return found
 
@@ -131,7 +138,7 @@ class Study:
             Task(
                 job.name,
                 [sys.executable, "-m", __name__, json.dumps([asdict(self.plan), given, asdict(job)])],
-                None if "untrained" in job.settings else expected,
+                expected and (expected / 2 if "untrained" in job.settings else expected),
             )
             for job in missing
         ]
@@ -174,7 +181,7 @@ class Study:
         weights = self._weights_hash()
         record: dict[str, Any] = {
             "job": asdict(job),
-            "plan": asdict(plan),
+            "plan": plan.bound,
             "model": {"name": self._name, "sha256": weights},
             "data": {"sha256": rows.fingerprint, "rows": plan.rows},
             "memory": [],
@@ -197,11 +204,16 @@ class Study:
 
     def _train(self, job: Candidate, folder: Path, weights: str) -> dict[str, Any]:
         plan = self.plan
-        keys = {"training.tokens": plan.tokens, "training.length": plan.length, "training.seed": job.seed}
+        keys: dict[str, Any] = {f"execution.{name}": value for name, value in plan.execution.items()}
+        keys |= {"training.tokens": plan.tokens, "training.length": plan.length, "training.seed": job.seed}
         recipe = load_recipe(RECIPES / "finetune" / plan.recipe).replace(name=job.name, **keys, **plan.keys)
         begun = Resume(allowed=True, or_start=True, new_machine=True)
         start = self._start(job, weights)
-        return train(recipe, self.data / job.corpus, folder / "runs", begun, start)
+        result = train(recipe, self.data / job.corpus, folder / "runs", begun, start)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # its neighbours may need the memory
+        return result
 
     def _start(self, job: Candidate, weights: str) -> StartingModel:
         """The untouched model with the memory of a design."""
@@ -246,7 +258,7 @@ class Study:
     def _keys(self, job: Candidate, rows: Spread) -> dict[str, list[int]]:
         """Key tokens of LongPPL, found once for all designs: the first of them to ask finds and keeps them."""
         path = self._path(f"real-{job.tier}-{job.corpus}-keys")
-        plan = json.loads(json.dumps(asdict(self.plan)))
+        plan = self.plan.bound
         if not path.exists():
             found = find_keys(load_model(self.model), rows, self.plan.key_rows, self.plan.window)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from elastic_memory.evaluation.longppl import Settings, key_positions
 from elastic_memory.evaluation.losses import streamed_losses
 from elastic_memory.memory import MEMORIES
 from elastic_memory.reproduction import real_measures
+from elastic_memory.reproduction.real_model import Study
 from elastic_memory.reproduction.tables import real_model as table
 
 
@@ -112,12 +113,14 @@ def rows(pretrained, tmp_path):
 def test_by_command(pretrained, rows, tmp_path):
     """Bounds and designs: trained, measured, compared; a second call has nothing to do; weights are gone."""
     out = tmp_path / "out"
+    some = ["full attention", "attention sinks", "no memory", "elastic cells"]
+    for job in table.jobs("smoke", 1, ("proofs",), some):
+        Study(table.PLANS["smoke"], out, rows, str(pretrained)).complete(job)
     command = ["reproduce", "real-model", "--data", str(rows), "--out", str(out), "--model", str(pretrained)]
     command += ["--parallel", "2", "--seeds", "1", "--designs"]
-    some = "attention sinks, elastic cells,no memory, full attention"
-    done = CliRunner().invoke(app, [*command, some])
+    done = CliRunner().invoke(app, [*command, "clock per head in blocks", "--keep-weights"])
     assert done.exit_code == 0, done.output
-    full, sinks, base, cells = json.loads((out / "real-model-smoke.json").read_text())["rows"]
+    full, sinks, base, cells = json.loads((out / "real-model-smoke.json").read_text())["rows"][:4]
     assert base["design"] == "no memory" and cells["design"] == "elastic cells" and cells["parameters"] == 4
     assert cells["first"] == pytest.approx(base["first"], rel=1e-3) and len(cells["interval"]) == 2
     assert full["first"] == pytest.approx(sinks["first"], rel=1e-6) and full["beyond"] != sinks["beyond"]
@@ -128,15 +131,14 @@ def test_by_command(pretrained, rows, tmp_path):
     assert run["environment"]["date"] and run["model"]["sha256"] and run["data"]["sha256"] and run["decoding"] > 0
     keys = json.loads((out / "runs" / "real-smoke-proofs-keys.json").read_text())["keys"]
     assert run["longppl"]["tokens"] == sum(map(len, keys.values())) and len(keys) == 4
-    assert not list((out / "work").glob("real-*"))
     before = (out / "real-model-smoke.md").read_text()
-    done = CliRunner().invoke(app, [*command, some])
+    done = CliRunner().invoke(app, [*command, "elastic cells,clock per head in blocks, no memory"])
     assert done.exit_code == 0 and (out / "real-model-smoke.md").read_text() == before
-    done = CliRunner().invoke(app, [*command, "clock per head in blocks", "--keep-weights"])
-    assert done.exit_code == 0, done.output
-    (kept,) = (out / "work").glob("real-*/runs/*/model")
-    assert load_model(str(kept)).memories and not list((out / "work").glob("real-*/runs/*/checkpoints"))
-    other = [*command[:-1], "--designs", some]
+    (kept,) = (out / "work").glob("real-*")  # the weights of all others are gone
+    assert kept.name == "real-smoke-proofs-clock-per-head-in-blocks-seed1"
+    (run,) = kept.glob("runs/*")
+    assert load_model(str(run)).memories and not (run / "checkpoints").exists()
+    other = [*command, "no memory"]
     other[other.index("--model") + 1] = str(tmp_path / "another")
     done = CliRunner().invoke(app, other)
     assert done.exit_code and "has records of llama, not of another" in str(done.exception)

@@ -22,11 +22,12 @@ PLANS = {
     "smoke": Setup(
         model=MODEL, length=256, window=64, block=16, order=16, points=16, tokens=1024, rows=8, key_rows=4, copy_rows=4,
         span=8, distances=(32, 128), history=64, recipe="laptop.yaml", keys={"training.batch_tokens": 512},
+        execution={},
     ),
     "small": Setup(
         model=MODEL, length=16384, window=1024, block=256, order=540, points=540, tokens=40_000_000, rows=64,
         key_rows=16, copy_rows=8, span=64, distances=(512, 2048, 4096, 8192), history=2048, recipe="full.yaml",
-        keys={"execution.micro_batch": 4, "execution.save_every": 1000},
+        keys={}, execution={"micro_batch": 4, "save_every": 1000},
     ),
 }  # fmt: skip
 SECONDS = {"smoke": None, "small": 150.0}  # of a design alone on a GPU, until one was measured
