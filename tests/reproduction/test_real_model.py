@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -129,6 +130,12 @@ def test_by_command(pretrained, rows, tmp_path):
         assert len(row["recall"]) == 2 and row["to 256"] == row["beyond"] and len(row["by_part"][0]) == 4
     run = json.loads((out / "runs" / "real-smoke-proofs-elastic-cells-seed1.json").read_text())
     assert run["environment"]["date"] and run["model"]["sha256"] and run["data"]["sha256"] and run["decoding"] > 0
+    plan, job = table.PLANS["smoke"], table.jobs("smoke", 1, ("proofs",), some)[-1]
+    other = Study(replace(plan, execution={"micro_batch": 2}), out, rows, str(pretrained))
+    assert other.record(job) == run  # how the work fits a device does not matter to what was measured
+    assert other.expected([job], None, 2) == pytest.approx(2 * sum(run["seconds"].values()))
+    with pytest.raises(ValueError, match="record of another plan or design"):
+        Study(replace(plan, rows=7), out, rows, str(pretrained)).record(job)
     keys = json.loads((out / "runs" / "real-smoke-proofs-keys.json").read_text())["keys"]
     assert run["longppl"]["tokens"] == sum(map(len, keys.values())) and len(keys) == 4
     before = (out / "real-model-smoke.md").read_text()
