@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from elastic_memory.attention import rotate
 from elastic_memory.evaluation.losses import Model, evaluating, token_losses
+from elastic_memory.memory.tools import wide
 from elastic_memory.shapes import Float, Int, Tensor
 
 SINKS = 4  # the first tokens, which every token sees
@@ -67,4 +68,5 @@ def _attend(
 
 
 def _rotated(rope: Any, x: Tensor, positions: Int[Tensor, " token"]) -> Tensor:
-    return rotate(x, *rope(x, positions[None])).to(x.dtype)
+    # cosines and sines in float32 at least: the model's own come from its residual stream, which autocast leaves alone
+    return rotate(x, *rope(wide(x), positions[None])).to(x.dtype)
