@@ -253,6 +253,8 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if not 1 <= shortest <= longest:", "if False:", "refused"),
         ("max(start - max(self.windows) - 1, 0)", "max(start - min(self.windows) - 1, 0)", "stop_changing"),
         ("time.minimum(window).log()", "window.log()", "elastic_memory"),
+        ("before.clamp(min=1).minimum(windows)", "before.clamp(min=1)", "starts_as_the_constant_one"),
+        (".clamp(-FASTEST, FASTEST)", "", "stay_finite"),
     ],
     ("elastic_memory/memory/dyadic.py", "tests/memory/test_dyadic.py"): [
         ("if segments < 1 or unit < 1:", "if False:", "refused"),

@@ -8,8 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peers import time_limit
+from elastic_memory.data import load_tokenizer
+from elastic_memory.evaluation.attaching import write_attached
+from elastic_memory.evaluation.loading import load_model
+from elastic_memory.evaluation.losses import streamed_losses
 
 ROOT = Path(__file__).parents[1]
 OURS = ("Transformer++", "Elastic 1x", "Infini", "Memorizing 1x", "Full attention")
@@ -84,6 +90,33 @@ def test_a_peer_that_catches_everything_is_stopped():
                 if caught == 2:
                     raise
     time.sleep(1.2)  # nothing comes after that
+
+
+def test_a_stream_is_flat_and_full_attention_is_not(tmp_path):
+    load_tokenizer("bytes").save(tmp_path / "plain")
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+                         vocab_size=256)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
+    write_attached(str(tmp_path / "plain"), tmp_path / "attached", "float32", block_size=16, order=8, points=8)
+    (tmp_path / "book.txt").write_text("call me Ishmael. " * 300)
+    command = [sys.executable, str(ROOT / "benchmarks" / "endless.py"), str(tmp_path / "attached"), "--call", "16"]
+    command += ["--text", str(tmp_path / "book.txt"), "--beside", str(tmp_path / "plain"), "--until", "1024"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    out = ["--tokens", "4096", "--out", str(tmp_path / "endless.json")]
+    subprocess.run([*command, *out], capture_output=True, timeout=300, env=environment, check=True)
+    flat, full = json.loads((tmp_path / "endless.json").read_text())["runs"]
+    assert len(flat["rows"]) == 128 and flat["rows"][-1]["position"] == 4095 and full["rows"][-1]["position"] == 1023
+    assert len({row["cache_bytes"] for row in flat["rows"][1:-1]}) == 1  # the first block has nothing in memory
+    assert full["rows"][-1]["cache_bytes"] == full["rows"][0]["cache_bytes"] / 16 * 1023
+    ids = torch.tensor([list(("call me Ishmael. " * 300).encode())[:4096]])
+    losses = streamed_losses(load_model(str(tmp_path / "attached")), ids, 100)[0].double()
+    assert [row["ppl"] for row in flat["rows"]] == pytest.approx(
+        [float(x.mean().exp()) for x in losses.split(32)], rel=1e-4
+    )
+    assert (tmp_path / "endless.png").stat().st_size > 10_000
+    failed = subprocess.run([*command, "--tokens", "6000", *out[2:]], capture_output=True, env=environment, check=False)
+    assert failed.returncode and b"has 5,100 tokens: give more text, or --tokens 5100" in failed.stderr
 
 
 def test_sliding_is_timed_beside_blocks(tmp_path):

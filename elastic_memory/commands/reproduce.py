@@ -21,6 +21,7 @@ TRAINING = (
     "minutes",
     "parallel",
     "seeds",
+    "designs",
     "keep_weights",
 )  # used by tables of trained models
 
@@ -33,6 +34,9 @@ Minutes = Annotated[
     float | None, typer.Option(help="Stop after this long; the same command resumes. 0 only writes the tables.")
 ]
 Seeds = Annotated[int | None, typer.Option(help="At most this many seeds per model (default: as the table says).")]
+Designs = Annotated[
+    str | None, typer.Option(help="real-model: only these rows of its table, separated by commas (default: all).")
+]
 
 
 def reproduce(
@@ -45,6 +49,7 @@ def reproduce(
     minutes: Minutes = None,
     parallel: Annotated[int, typer.Option(help="Training processes that share one GPU.")] = 1,
     seeds: Seeds = None,
+    designs: Designs = None,
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the weights of measured models.")] = False,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
@@ -63,7 +68,7 @@ def reproduce(
 
         elastic reproduce injection --tier paper --data rows32k --reference meta-llama/Llama-3.1-8B
 
-        elastic reproduce real-model --tier small --data rows16k --minutes 25 --parallel 2
+        elastic reproduce real-model --tier small --data rows16k --minutes 25 --designs "no memory, elastic cells"
 
     List all tables; show what is done and what is missing, with estimated GPU minutes; check the paper's claims:
 
@@ -80,14 +85,12 @@ def reproduce(
         INFORMATION[tables[0]](tier, out)
         return
     given = {"data": data, "reference": reference, "minutes": minutes, "seeds": seeds, "keep-weights": keep_weights}
-    given |= {"parallel": parallel if parallel > 1 else None, "model": model}
+    given |= {"parallel": parallel if parallel > 1 else None, "model": model, "designs": designs}
     experiments = _run_untrained(tables, tier, out, given)
     succeeded = True
     if experiments:
         from elastic_memory.reproduction.lab import Lab
 
-        if model is not None:
-            raise ValueError(f"table {experiments[0].name!r} does not use --model: leave it out")
         lab = Lab(tier, out, data, reference)
         succeeded = _train(experiments, lab, minutes, parallel, seeds, keep_weights)
         for experiment in experiments:
@@ -107,7 +110,7 @@ def _check(context: typer.Context, tables: list[str], tier: str, minutes: float 
     if len(tables) == 1 and tables[0] in INFORMATION:
         refuse_unused(context, f"on {tables[0]}", *TRAINING, *(("tier", "out") if tables == ["list"] else ()))
     elif minutes == 0:
-        refuse_unused(context, "with --minutes 0", "parallel", "keep_weights", "seeds")
+        refuse_unused(context, "with --minutes 0", "parallel", "keep_weights", "seeds", "designs")
 
 
 def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any]) -> "list[Experiment]":
@@ -116,14 +119,16 @@ def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any
 
     modules = {name: load(name) for name in dict.fromkeys(tables)}
     for name, module in modules.items():
+        uses = set(given) - {"model", "designs"} if hasattr(module, "EXPERIMENT") else getattr(module, "USES", ())
+        for option in (option for option, value in given.items() if value not in (None, False)):
+            if option not in uses:
+                raise ValueError(f"table {name!r} does not use --{option}: leave it out")
+    for module in modules.values():
         if not hasattr(module, "EXPERIMENT"):
             if tier not in getattr(module, "PLANS", [tier]):
                 raise ValueError(f"tier {tier} has no table {name}: choose {' or '.join(module.PLANS)}")
             uses = getattr(module, "USES", ())
-            for option in (option for option, value in given.items() if value not in (None, False)):
-                if option not in uses:
-                    raise ValueError(f"table {name!r} does not use --{option}: leave it out")
-            _print(module.run(tier, out, **{option: given[option] for option in uses}))
+            _print(module.run(tier, out, **{option.replace("-", "_"): given[option] for option in uses}))
     return [module.EXPERIMENT for module in modules.values() if hasattr(module, "EXPERIMENT")]
 
 

@@ -30,7 +30,7 @@ def streamed_losses(model: Model, ids: Int[Tensor, "row token"], call: int) -> F
     inputs, targets = ids[:, :-1], ids[:, 1:]
     losses = torch.empty(targets.shape, dtype=torch.float32)
     for piece, logits in streamed_logits(model, inputs, call):
-        losses[:, piece] = _losses(logits, targets[:, piece])
+        losses[:, piece] = token_losses(logits, targets[:, piece])
     return losses
 
 
@@ -73,7 +73,7 @@ def last_losses(model: Model, ids: Int[Tensor, "row token"], count: int) -> Floa
     """Loss of the last `count` tokens of each row, from one plain call."""
     with evaluating(model):
         logits = model(_on(model, ids[:, :-1]), use_cache=False, logits_to_keep=count).logits
-    return _losses(logits, ids[:, -count:])
+    return token_losses(logits, ids[:, -count:])
 
 
 def window_losses(
@@ -92,7 +92,7 @@ def window_losses(
             start = done + stride - window if done else 0
             end = min(start + window, inputs.shape[1])
             output = model(_on(model, inputs[:, start:end]), past_key_values=empty_cache(model), use_cache=True)
-            losses[:, done:end] = _losses(output.logits[:, done - start :], targets[:, done:end])
+            losses[:, done:end] = token_losses(output.logits[:, done - start :], targets[:, done:end])
             done = end
     return losses
 
@@ -125,7 +125,8 @@ def evaluating(model: Model) -> Iterator[None]:
         model.train(training)
 
 
-def _losses(logits: Float[Tensor, "row token vocabulary"], targets: Int[Tensor, "row token"]) -> Tensor:
+def token_losses(logits: Float[Tensor, "row token vocabulary"], targets: Int[Tensor, "row token"]) -> Tensor:
+    """Losses in float32, on the CPU, from logits of any precision."""
     rows, tokens, vocabulary = logits.shape
     flat, targets = logits.reshape(-1, vocabulary), targets.reshape(-1).to(logits.device)
     step = max(1, SLICE // vocabulary)

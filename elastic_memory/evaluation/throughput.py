@@ -215,6 +215,13 @@ def evaluate_once(model: Model, ids: Int[Tensor, "row token"]) -> None:
         model(ids, labels=ids, **kept)
 
 
+def decoding_speed(model: Model, history: int, tokens: int) -> float:
+    """Tokens per second of one row after `history` tokens: the second time of two, as the first compiles."""
+    work = Workload(length=history, history=history, decoded=tokens)
+    _decode(model, work)
+    return tokens / _decode(model, work)
+
+
 def _decode(model: Model, work: Workload) -> float:
     device = _device(model)
     prompt = torch.randint(model.config.vocab_size, (work.rows, work.history), device=device)

@@ -1,16 +1,24 @@
 """Elastic memory with a clock of its own in every head: several time scales, each an exponential window."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from elastic_memory import hippo, sampling
-from elastic_memory.memory.contract import Geometry, MemoryInfo
-from elastic_memory.memory.linear import LinearMemory, Rule
+from elastic_memory.memory import pace
+from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, Reading, State
+from elastic_memory.memory.elastic import ElasticState
+from elastic_memory.memory.linear import LinearMemory, Rule, readers_of
+from elastic_memory.memory.tools import full_precision, one_of, padded, static, wide
 from elastic_memory.operators import Step, readers
 from elastic_memory.shapes import Float, Tensor
+
+RATES = ("constant", "learned", "content")
+FASTEST = 8.0  # a clock may run exp(8) times faster or slower than it began
+OLDEST = -60.0  # log of the share of the domain behind which nothing can be told apart
 
 
 class Clock(NamedTuple):
@@ -51,12 +59,15 @@ def _log_time(time: Float[Tensor, " time"], window: Float[Tensor, "head 1"]) -> 
 
 
 class ClockMemory(LinearMemory):
-    """Elastic memory in which a token's share of the domain shrinks by 1 + 1/w with each token after it. No parameters.
+    """Elastic memory in which a token's share of the domain shrinks by 1 + 1/w with each token after it.
 
     So a head looks back over about w tokens, finely at the newest and coarsely beyond, for ever at one resolution.
     Until w tokens came, all have equal shares, as in elastic memory. `shortest` and `longest`: w of the first and the
     last head of keys; the others are spaced geometrically between them. The sample points lie in the domain: at equal
     distances there, they are spaced geometrically in age. `query`: rotated or raw, as for elastic memory.
+
+    `rate`: constant, without parameters; learned, each head's clock runs exp(a) times faster, and a, 0 before training,
+    is learned; content, exp(a + b k) times faster at a token with key k: what matters takes more of the domain.
     """
 
     info = MemoryInfo(
@@ -76,6 +87,7 @@ class ClockMemory(LinearMemory):
         shortest: int = 64,
         longest: int = 4096,
         query: str = "rotated",
+        rate: str = "constant",
         detach_every: int | None = None,
     ):
         super().__init__(
@@ -92,11 +104,80 @@ class ClockMemory(LinearMemory):
                 f"windows from shortest={shortest} to longest={longest} tokens: give 1 <= shortest <= longest"
             )
         self.windows = spaced(shortest, longest, geometry.kv_heads)
+        self.rate = one_of("rate", rate, RATES)
+        if rate != "constant":
+            self.rate_gain = nn.Parameter(torch.empty(geometry.kv_heads))
+        if rate == "content":
+            self.weigh = nn.Parameter(torch.empty(geometry.kv_heads, geometry.features or geometry.head_dim))
         self.rule = self.make_rule()
+        self.reset()
+
+    def reset(self) -> None:
+        """All clocks as fast as their windows say."""
+        for parameter in self.parameters(recurse=False):
+            if parameter is not self.gain:
+                nn.init.zeros_(parameter)
 
     def make_rule(self) -> Rule:
         """With the clocks of all heads."""
         return Clock(self.bank.order, self.bank.points, self.bank.sampling, self.bank.options, self.windows)
+
+    @full_precision
+    def write(self, state: State, block: Block, seen: int) -> ElasticState:
+        """C <- P C + K F."""
+        if self.rate == "constant":
+            return super().write(state, block, seen)
+        places = self._places(wide(block.key)[:, :, None], seen)[:, :, 0]
+        signal = wide(torch.cat((block.key, block.value), dim=3))
+        new = pace.projections(places, self.bank.order, signal.dtype) @ signal
+        if seen:
+            new = pace.transitions(places[..., 0], self.bank.order, signal.dtype) @ torch.cat(state, dim=3) + new
+        return ElasticState(*new.chunk(2, dim=3))
+
+    def read_all(
+        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
+    ) -> Sequence[Reading]:
+        """Block by block, over operators of all blocks at once."""
+        size = static(self.geometry.block_size)
+        blocks = static(-(-key.shape[2] // size)) - 1  # that are read
+        if self.rate == "constant" or not blocks:
+            return super().read_all(key, value, host)
+        with torch.autocast(key.device.type, enabled=False):
+            signal = wide(torch.cat((key, value), dim=3))[:, :, : blocks * size].unflatten(2, (blocks, size))
+            places = self._places(signal[..., : key.shape[3]], 0)
+            updates = (pace.projections(places, self.bank.order, signal.dtype) @ signal).unbind(2)
+            carries = pace.transitions(places[:, :, 1:, 0], self.bank.order, signal.dtype)
+            readers = readers_of(self.rule, size, blocks + 1, str(key.device), signal.dtype)
+            readings, entering = [], updates[0]
+            for index, reader in enumerate(readers, 1):
+                (entering,) = self.cut((entering,), index)
+                readings.append(tuple((reader @ entering).to(key.dtype).chunk(2, dim=3)))
+                if index < blocks:
+                    entering = carries[:, :, index - 1] @ entering + updates[index]
+        return readings
+
+    def _places(
+        self, key: Float[Tensor, "batch kv_head block token dim"], seen: int
+    ) -> Float[Tensor, "batch kv_head block edge"]:
+        """Where tokens of neighbouring blocks begin and end, each seen from the end of its block: T(edge) / T(end).
+
+        Token number i, from 1 on, moves the clock on by the factor 1 + d, with d = exp(a + b k) / min(i - 1, w).
+        """
+        faster = wide(self.rate_gain)[:, None, None].expand(key.shape[:-1])
+        if self.rate == "content":
+            faster = faster + (key @ padded(wide(self.weigh), key.shape[-1])[:, None, :, None])[..., 0]
+        before = torch.arange(seen, seen + key.shape[2] * key.shape[3], dtype=torch.float64, device=key.device)
+        windows = torch.tensor(self.windows, dtype=torch.float64, device=key.device)[:, None]
+        longest = before.clamp(min=1).minimum(windows).unflatten(1, key.shape[2:4])
+        steps = (faster.double().clamp(-FASTEST, FASTEST).exp() / longest).log1p()
+        ages = steps.flip(3).cumsum(3).flip(3).neg().clamp(min=OLDEST)
+        places = torch.cat((ages.exp(), torch.ones_like(ages[..., :1])), dim=3)
+        if seen:
+            return places
+        # The first token takes the whole domain when it comes: before it there is nothing.
+        first = torch.zeros_like(places)
+        first[:, :, 0, 0] = 1
+        return torch.where(first > 0, 0.0, places)
 
 
 def spaced(first: int, last: int, count: int) -> tuple[int, ...]:

@@ -121,8 +121,14 @@ def plan_of(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype)
 def _plan(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> Plan:
     ends = range(size, blocks * size, size)
     steps = [step_of(rule, end - size, end, device, dtype) for end in ends]
-    readers = tuple(reader_of(rule, end, device, dtype) for end in ends)
+    readers = readers_of(rule, size, blocks, device, dtype)
     return Plan(tuple(step.transition for step in steps), tuple(step.projection for step in steps), readers)
+
+
+@torch.compiler.assume_constant_result
+def readers_of(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What reads for each block of a sample but the first."""
+    return tuple(reader_of(rule, end, device, dtype) for end in range(size, blocks * size, size))
 
 
 def step_of(rule: Rule, start: int, end: int, device: str, dtype: torch.dtype) -> Step:

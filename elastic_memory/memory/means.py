@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
-from elastic_memory.memory.tools import full_precision, one_of
+from elastic_memory.memory.tools import full_precision, one_of, padded
 from elastic_memory.shapes import Float, Int, Tensor
 
 
@@ -98,9 +98,7 @@ class MeansMemory(ParallelMemory):
 
     def _gate(self, key: Float[Tensor, "batch kv_head token dim"]) -> Float[Tensor, "batch kv_head token 1"]:
         """How much each token counts; 1 before training."""
-        halves = self.weigh.float().unflatten(1, (2, -1))
-        weigh = F.pad(halves, (0, key.shape[3] // 2 - halves.shape[2])).flatten(1)  # as `pad_heads` does
-        return 1 + F.elu(key @ weigh[:, :, None])
+        return 1 + F.elu(key @ padded(self.weigh.float(), key.shape[3])[:, :, None])
 
 
 def _least_similar(

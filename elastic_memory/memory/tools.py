@@ -48,6 +48,12 @@ def real_features(dim: int, stored: int, device: torch.device | None = None) -> 
     return torch.cat((half, half))
 
 
+def padded(weight: Float[Tensor, "head dim"], stored: int) -> Float[Tensor, "head stored"]:
+    """Weights of a head's real features as weights of its stored ones: zeros stand behind either half."""
+    halves = weight.unflatten(1, (2, -1))
+    return torch.nn.functional.pad(halves, (0, stored // 2 - halves.shape[2])).flatten(1)
+
+
 def static(number: int) -> int:
     """`number` as a constant of the compiled graph, under dynamic shapes too: torch.compile makes one for `range`."""
     return len(range(number))

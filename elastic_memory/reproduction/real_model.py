@@ -1,40 +1,53 @@
 """Memories for a pretrained model: every design starts from the same weights and sees the same samples.
 
-    OUT/runs/real-small-proofs-cells-seed1.json     a record: losses by document and part of the row
-    OUT/work/real-small-proofs-cells-seed1/         the attached model and its run, until it is measured
+    OUT/runs/real-small-proofs-elastic-cells-seed1.json     a record: losses by document and part of the row, and more
+    OUT/runs/real-small-proofs-keys.json                    LongPPL's key tokens, the same for all
+    OUT/work/real-small-proofs-elastic-cells-seed1/         its run, until it is measured
+    OUT/work/MODEL/                                         the untouched model, if it came as a GGUF file
 
 A difference between two designs is taken document by document, which removes most of the noise.
 """
 
+import gc
+import hashlib
 import json
-import math
+import os
 import shutil
+import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
+from elastic_memory.common.checksums import write_manifest
 from elastic_memory.common.environment import environment
-from elastic_memory.common.files import write_json
+from elastic_memory.common.files import publish, sha256, write_json
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import samples
-from elastic_memory.evaluation.attaching import write_attached
-from elastic_memory.evaluation.inputs import Spread, batches
-from elastic_memory.evaluation.loading import load_model, starting_model
+from elastic_memory.data.start import StartingModel
+from elastic_memory.evaluation.copies import copy_losses
+from elastic_memory.evaluation.inputs import Spread
+from elastic_memory.evaluation.loading import load_model, model_folder, tokenizer_of
 from elastic_memory.evaluation.losses import streamed_losses
+from elastic_memory.evaluation.sinks import sink_losses
+from elastic_memory.evaluation.throughput import decoding_speed
+from elastic_memory.model import attach_memory
+from elastic_memory.reproduction.real_measures import by_document, find_keys, key_loss, row_losses
 from elastic_memory.reproduction.scheduler import Scheduler, Task
 from elastic_memory.training.recipe import RECIPES, load_recipe
 from elastic_memory.training.session import Resume, tell, train
 
-Documents = dict[str, dict[str, list[float]]]  # sum of losses and number of tokens, by document and part of the row
+BOUNDS = {"full": streamed_losses, "sinks": sink_losses}  # how the untouched model reads rows: (model, ids, window)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all designs share at a tier."""
+    """What all designs share at a tier. A record is bound to all of it but `execution`."""
 
     model: str
     length: int  # tokens of a row
@@ -44,8 +57,19 @@ class Setup:
     points: int
     tokens: int  # of training
     rows: int  # of the test split, evenly spread
+    key_rows: int  # of these: rows in which LongPPL's key tokens are found
+    copy_rows: int  # of these: rows that get copies, for recall by distance
+    span: int  # tokens of a copy
+    distances: Sequence[int]
+    history: int  # tokens read before decoding is timed
     recipe: str  # without its folder
     keys: Mapping[str, Any]  # what differs from the recipe
+    execution: Mapping[str, Any]  # the same, of its section execution: how the work fits a device
+
+    @property
+    def bound(self) -> dict[str, Any]:
+        """What a record must agree with, as JSON has it."""
+        return json.loads(json.dumps({name: value for name, value in asdict(self).items() if name != "execution"}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +79,7 @@ class Candidate:
     tier: str
     corpus: str
     design: str
-    settings: dict[str, Any]  # of `attach_memory`
+    settings: dict[str, Any]  # of `attach_memory`, or {"untrained": one of BOUNDS}
     seed: int
 
     @property
@@ -67,110 +91,201 @@ class Candidate:
 class Study:
     """The designs of a tier: train, measure, compare."""
 
-    def __init__(self, plan: Setup, out: Path, data: Path, model: str | None):
-        self.plan, self.out, self.data, self.model = plan, out, data, model or plan.model
+    def __init__(self, plan: Setup, out: Path, data: Path, model: str | None, keep_weights: bool = False):
+        self.plan, self.out, self.data, self.keep_weights = plan, out, data, keep_weights
+        self.model = model or plan.model
 
     def record(self, job: Candidate) -> dict[str, Any] | None:
         """What was measured; None if it is still to do."""
-        path = self._path(job)
+        path = self._path(job.name)
         if not path.exists():
             return None
         found = read_json(path)
-        if found.get("job") != asdict(job) or found.get("plan") != json.loads(json.dumps(asdict(self.plan))):
+        if found.get("job") != asdict(job) or found.get("plan") != self.plan.bound:
             raise ValueError(f"{path} is the record of another plan or design: move it, or choose another --out")
         return found
 
-    def _path(self, job: Candidate) -> Path:
-        return self.out / "runs" / f"{job.name}.json"
+    @property
+    def _name(self) -> str:
+        """Of the untouched model."""
+        return Path(self.model).name.removesuffix(".gguf")
 
-    def run(self, jobs: Sequence[Candidate], minutes: float | None, parallel: int) -> bool:
-        """Train and measure what is missing, several at a time; False if something failed."""
-        missing = [job for job in jobs if self.record(job) is None]
+    def _path(self, name: str) -> Path:
+        return self.out / "runs" / f"{name}.json"
+
+    # -- in the process that starts the others
+
+    def run(self, jobs: Sequence[Candidate], minutes: float | None, parallel: int, seconds: float | None) -> bool:
+        """Train and measure what is missing, several at a time; False if something failed.
+
+        `seconds`: what a design takes on a GPU alone, until one was measured.
+        """
+        missing = []
+        for job in jobs:
+            record = self.record(job)
+            if record is None:
+                missing.append(job)
+            elif record["model"]["name"] != self._name:
+                other = record["model"]["name"]
+                raise ValueError(f"{self.out} has records of {other}, not of {self._name}: choose another --out")
         tell(f"{len(missing)} of {len(jobs)} models to train and measure")
-        places = {"out": str(self.out), "data": str(self.data), "model": self.model}
+        limit = None if minutes is None else time.monotonic() + 60 * minutes
+        if missing:
+            self.unpack()
+        given = {"out": str(self.out), "data": str(self.data), "model": self.model, "keep_weights": self.keep_weights}
+        expected = self.expected(jobs, seconds, parallel)
         tasks = [
-            Task(job.name, [sys.executable, "-m", __name__, json.dumps([asdict(self.plan), places, asdict(job)])])
+            Task(
+                job.name,
+                [sys.executable, "-m", __name__, json.dumps([asdict(self.plan), given, asdict(job)])],
+                expected and (expected / 2 if "untrained" in job.settings else expected),
+            )
             for job in missing
         ]
-        scheduler = Scheduler(tasks, parallel, self.out / "work" / "logs", None if minutes is None else 60 * minutes)
+        left = None if limit is None else max(limit - time.monotonic(), 0.0)
+        scheduler = Scheduler(tasks, parallel, self.out / "work" / "logs", left)
         scheduler.run()
         tell(f"{len(scheduler.done)} done, {len(scheduler.failed)} failed, {len(scheduler.left)} left")
         return not scheduler.failed
 
+    def expected(self, jobs: Sequence[Candidate], first: float | None, parallel: int) -> float | None:
+        """Seconds of a design beside others: the median of those measured, or `first`."""
+        records = [self.record(job) for job in jobs if "untrained" not in job.settings]
+        known = [sum(record["seconds"].values()) / record["sharing"] for record in records if record]
+        alone = statistics.median(known) if known else first
+        return None if alone is None else alone * parallel
+
+    def unpack(self) -> None:
+        """Write the weights of a GGUF file as numbers, once for all designs: reading it takes a minute."""
+        if not self.model.endswith(".gguf"):
+            return
+        folder = self.out / "work" / Path(self.model).stem
+        if not folder.exists():
+            tell(f"unpacking {Path(self.model).name}")
+            staged = folder.with_name(f".{folder.name}.saving")
+            shutil.rmtree(staged, ignore_errors=True)
+            tokenizer = tokenizer_of(self.model)
+            assert tokenizer is not None  # a GGUF file has one
+            tokenizer.save(staged)
+            load_model(self.model).float().save_pretrained(staged)
+            write_manifest(staged, f"unpacked from {Path(self.model).name}", 0)
+            publish(staged, folder)
+        self.model = str(folder)
+
+    # -- in a process of its own
+
     def complete(self, job: Candidate) -> None:
         """Attach, fine-tune, measure, write the record, and remove the weights."""
-        folder, plan = self.out / "work" / job.name, self.plan
-        attached = folder / "attached"
-        if not attached.exists():
-            write_attached(self.model, attached, "float32", **job.settings)
-        keys = {"training.tokens": plan.tokens, "training.length": plan.length, "training.seed": job.seed}
+        plan, begun, folder = self.plan, time.monotonic(), self.out / "work" / job.name
+        rows = samples(self.data / job.corpus, "test")
+        weights = self._weights_hash()
+        record: dict[str, Any] = {
+            "job": asdict(job),
+            "plan": plan.bound,
+            "model": {"name": self._name, "sha256": weights},
+            "data": {"sha256": rows.fingerprint, "rows": plan.rows},
+            "memory": [],
+            "environment": environment(),
+            "sharing": self._sharing(),
+        }
+        if "untrained" in job.settings:
+            read, model = BOUNDS[job.settings["untrained"]], load_model(self.model)
+        else:
+            record["result"] = self._train(job, folder, weights)
+            read, model = streamed_losses, load_model(str(folder / "runs" / record["result"]["name"]))
+            record["memory"] = model.memory_report()
+        trained = time.monotonic()
+        record |= self._measure(job, Spread(rows, plan.rows), model, partial(read, model))
+        record["seconds"] = {"training": trained - begun, "measuring": time.monotonic() - trained}
+        record["sharing"] = (record["sharing"] + self._sharing()) / 2
+        self._path(job.name).parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._path(job.name), record)
+        self._remove(folder)
+
+    def _train(self, job: Candidate, folder: Path, weights: str) -> dict[str, Any]:
+        plan = self.plan
+        keys: dict[str, Any] = {f"execution.{name}": value for name, value in plan.execution.items()}
+        keys |= {"training.tokens": plan.tokens, "training.length": plan.length, "training.seed": job.seed}
         recipe = load_recipe(RECIPES / "finetune" / plan.recipe).replace(name=job.name, **keys, **plan.keys)
         begun = Resume(allowed=True, or_start=True, new_machine=True)
-        result = train(recipe, self.data / job.corpus, folder / "runs", begun, starting_model(str(attached)))
-        (run,) = (path.parent for path in (folder / "runs").glob("*/result.json"))
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        model = load_model(str(run))
-        rows = samples(self.data / job.corpus, "test")
-        record = {
-            "job": asdict(job),
-            "plan": asdict(plan),
-            "model": {"name": Path(self.model).name, "sha256": starting_model(str(attached)).sha256},
-            "data": {"sha256": rows.fingerprint, "rows": plan.rows},
-            "memory": model.memory_report(),
-            "result": result,
-            "tokens_per_second": float(np.median([line["tokens_per_second"] for line in lines])),
-            "documents": measure(model, Spread(rows, plan.rows), plan.window),
-            "environment": environment(),
-        }
-        self._path(job).parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path(job), record)
-        shutil.rmtree(folder, ignore_errors=True)
+        start = self._start(job, weights)
+        result = train(recipe, self.data / job.corpus, folder / "runs", begun, start)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # its neighbours may need the memory
+        return result
 
+    def _start(self, job: Candidate, weights: str) -> StartingModel:
+        """The untouched model with the memory of a design."""
 
-def measure(model: Any, rows: Any, part: int) -> Documents:
-    """Losses of a streamed model by document and part of the row."""
-    found: Documents = {}
-    for indices, ids in batches(rows, 4, ()):
-        losses = streamed_losses(model, ids, part).double().numpy()
-        for index, row in zip(indices, losses, strict=True):
-            parts = np.arange(len(row)) // part
-            held = found.setdefault(rows.document(index), {"loss": [], "tokens": []})
-            for name, values in (("loss", np.bincount(parts, row)), ("tokens", np.bincount(parts).astype(float))):
-                before = np.zeros(len(values)) if not held[name] else np.array(held[name])
-                held[name] = (before + values).tolist()
-    return found
+        def load() -> Any:
+            return attach_memory(load_model(self.model).float(), **job.settings)
 
+        both = json.dumps([weights, job.settings], sort_keys=True)
+        return StartingModel(
+            path=self._name,
+            sha256=hashlib.sha256(both.encode()).hexdigest(),
+            config=load().config,
+            tokenizer=tokenizer_of(self.model),
+            load=load,
+        )
 
-def ppl_of(documents: Documents, first: int = 0, last: int | None = None) -> float:
-    """Of the parts `first` to `last` of all rows."""
-    sums = {
-        name: math.fsum(x for held in documents.values() for x in held[name][first:last]) for name in ("loss", "tokens")
-    }
-    return math.exp(sums["loss"] / sums["tokens"])
+    def _weights_hash(self) -> str:
+        """Of the untouched model's files; of its name, if it is on the hub."""
+        folder = Path(model_folder(self.model))
+        sums = [f"{file.name} {sha256(file)}" for file in sorted(folder.glob("*.safetensors"))]
+        return hashlib.sha256(" ".join(sums or [self.model]).encode()).hexdigest()
 
+    def _measure(self, job: Candidate, rows: Spread, model: Any, read: Any) -> dict[str, Any]:
+        """Everything that tables may need: the weights are removed afterwards."""
+        plan, device = self.plan, next(model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
 
-def difference(these: Sequence[Documents], those: Sequence[Documents], first: int = 1) -> tuple[float, float, float]:
-    """How much higher, as a share, the perplexity of `these` runs is than that of `those`, with its 95% interval.
+            def reading(ids: torch.Tensor) -> torch.Tensor:
+                return read(ids, plan.window)
 
-    The bootstrap is over documents; a document's losses are averaged over the runs.
-    """
-    names = sorted(those[0])
-    gap = np.array([_mean_loss(these, name, first) - _mean_loss(those, name, first) for name in names])
-    tokens = np.array([sum(those[0][name]["tokens"][first:]) for name in names])
-    draws = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), size=2000)
-    low, high = np.quantile(np.expm1((draws @ gap) / (draws @ tokens)), [0.025, 0.975])
-    return math.expm1(gap.sum() / tokens.sum()), float(low), float(high)
+            losses = row_losses(reading, rows)
+            some = Spread(rows, plan.copy_rows)
+            return {
+                "documents": by_document(rows, losses, plan.window),
+                "longppl": key_loss(losses, self._keys(job, rows)),
+                "copies": {str(d): copy_losses(reading, some, d, plan.span) for d in plan.distances},
+                "decoding": None
+                if job.settings.get("untrained") == "sinks"
+                else decoding_speed(model, plan.history, 64),
+            }
 
+    def _keys(self, job: Candidate, rows: Spread) -> dict[str, list[int]]:
+        """Key tokens of LongPPL, found once for all designs: the first of them to ask finds and keeps them."""
+        path = self._path(f"real-{job.tier}-{job.corpus}-keys")
+        plan = self.plan.bound
+        if not path.exists():
+            found = find_keys(load_model(self.model), rows, self.plan.key_rows, self.plan.window)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own = path.with_name(f".{path.name}.{os.getpid()}")  # two may find them at once
+            write_json(own, {"plan": plan, "model": self._name, "rows": rows.rows.fingerprint, "keys": found})
+            own.replace(path)
+        held = read_json(path)
+        if (held["plan"], held["model"], held["rows"]) != (plan, self._name, rows.rows.fingerprint):
+            raise ValueError(f"{path} has the key tokens of another plan, model or text: choose another --out")
+        return held["keys"]
 
-def _mean_loss(runs: Sequence[Documents], name: str, first: int) -> float:
-    return float(np.mean([sum(run[name]["loss"][first:]) for run in runs]))
+    def _sharing(self) -> int:
+        """How many processes use the device now, according to the scheduler."""
+        running = self.out / "work" / "logs" / "running"
+        return max(int(running.read_text() or 1), 1) if running.exists() else 1
+
+    def _remove(self, folder: Path) -> None:
+        """The run, or with `keep_weights` all of it but its checkpoints."""
+        for doomed in folder.glob("runs/*/checkpoints") if self.keep_weights else [folder]:
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def main(text: str) -> None:
     """One job, in a process of its own."""
-    plan, places, job = json.loads(text)
-    study = Study(Setup(**plan), Path(places["out"]), Path(places["data"]), places["model"])
-    study.complete(Candidate(**job))
+    plan, given, job = json.loads(text)
+    out, data = Path(given["out"]), Path(given["data"])
+    Study(Setup(**plan), out, data, given["model"], given["keep_weights"]).complete(Candidate(**job))
 
 
 if __name__ == "__main__":

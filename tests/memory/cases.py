@@ -36,7 +36,11 @@ VARIANTS = {
     "sampled": [dict(query="raw", mass=True)],
     "recent": [dict(share=0.2)],
     "means": [dict(sinks=0, query="raw")],
-    "clock": [dict(shortest=3, longest=14, query="raw")],
+    "clock": [
+        dict(shortest=3, longest=14, query="raw"),
+        dict(shortest=3, longest=14, rate="learned"),
+        dict(shortest=3, longest=14, rate="content"),
+    ],
     "dyadic": [dict(segments=4, unit=3, query="raw"), dict(segments=5, unit=2, mass=True)],
     "outliers": [dict(share=0.2, query="raw")],
 }
@@ -62,8 +66,12 @@ def fresh(case, seed=0, **overrides):
 
 @torch.no_grad()
 def with_gains(model):
-    """`model`; if its memory started silent, it is heard now, in each head differently."""
+    """`model`; if its memory started silent, it is heard now, in each head differently; learned clocks run unevenly."""
     for memory in model.memories.values():
+        if hasattr(memory, "rate_gain"):
+            memory.rate_gain.copy_(torch.linspace(-0.5, 0.7, len(memory.rate_gain)))
+        if hasattr(memory, "rate_gain") and hasattr(memory, "weigh"):
+            memory.weigh.copy_(torch.linspace(-0.8, 0.8, memory.weigh.numel()).view_as(memory.weigh))
         if memory.gain is not None:
             memory.gain.copy_(torch.linspace(-1.5, 1.5, len(memory.gain)))
     return model

@@ -70,6 +70,44 @@ def test_windows_that_are_none_are_refused(shortest, longest):
         fresh("clock", memory_options={"shortest": shortest, "longest": longest})
 
 
+@pytest.mark.parametrize("local", [{}, {"local_attention": "sliding", "window": 2 * BLOCK}])
+@pytest.mark.parametrize("rate", ["learned", "content"])
+def test_a_learned_clock_starts_as_the_constant_one(rate, local):
+    windows = {"shortest": 3, "longest": 14}
+    plain = fresh("clock", memory_options=windows, **local)
+    model = em.MemoryLlamaForCausalLM(
+        type(plain.config).from_dict(plain.config.to_dict() | {"memory_options": windows | {"rate": rate}})
+    ).eval()
+    assert {name.rpartition(".")[2] for name in model.load_state_dict(plain.state_dict(), strict=False)[0]} == (
+        {"rate_gain"} if rate == "learned" else {"rate_gain", "weigh"}
+    )
+    for start in ([45], [20, 3, 22]):
+        cache = em.MemoryCache(model)
+        pieces = [logits(model, piece, past_key_values=cache) for piece in tokens().split(start, dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), logits(plain, tokens()), atol=2e-5, rtol=0)
+
+
+@given(faster=st.floats(-2000, 2000), length=st.integers(1, 30))
+@settings(max_examples=25)
+def test_clocks_that_race_or_stop_stay_finite(faster, length):
+    """Whatever was learned, places grow from 0 to 1, and values and gradients are numbers."""
+    memory = memory_of(fresh("clock 3 14 content"))
+    key, value = (x.requires_grad_() for x in torch.randn(2, 1, 2, 3 * BLOCK, 8, generator=torch.manual_seed(length)))
+    with torch.no_grad():
+        memory.rate_gain.fill_(faster)
+    readings = memory.read_all(key, value, None)
+    sum(part.square().sum() for reading in readings for part in reading).backward()
+    for found in (key.grad, value.grad, memory.rate_gain.grad, memory.weigh.grad):
+        assert found.isfinite().all()
+    places = memory._places(key.detach().unflatten(2, (-1, BLOCK)), 0)
+    assert (places.diff(dim=3) >= 0).all() and (places[..., -1] == 1).all() and places[:, :, 0, 0].eq(0).all()
+
+
+def test_a_rate_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="rate='fast': there are constant, learned, content"):
+        fresh("clock", memory_options={"rate": "fast"})
+
+
 def test_it_can_be_read_otherwise_on_a_warm_cache():
     model, ids, more = fresh("clock"), tokens(1, 3 * BLOCK), tokens(1, 5, 2)
     cache = em.MemoryCache(model)

@@ -1,65 +1,88 @@
 """Not in the paper: which memory is worth its floats in a pretrained model, fine-tuned for minutes."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from elastic_memory.common.files import write_json, write_text
+from elastic_memory.common.names import suggest
 from elastic_memory.report.tables import Table
-from elastic_memory.reproduction.real_model import Candidate, Setup, Study, difference, ppl_of
+from elastic_memory.reproduction.real_measures import difference, ppl_of
+from elastic_memory.reproduction.real_model import Candidate, Setup, Study
 
-USES = ("data", "model", "minutes", "parallel", "seeds")
+USES = ("data", "model", "minutes", "parallel", "seeds", "designs", "keep-weights")
 CORPORA = ("proofs", "books")
 SEEDS = (1, 2, 3)
 BASE = "no memory"  # what the others are compared with
+BLOCKS = " in blocks"  # ends the name of a design with block-local attention
 
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PLANS = {
     "smoke": Setup(
-        model="HuggingFaceTB/SmolLM2-135M-Instruct", length=256, window=64, block=16, order=16, points=16,
-        tokens=1024, rows=8, recipe="laptop.yaml", keys={"training.batch_tokens": 512},
+        model=MODEL, length=256, window=64, block=16, order=16, points=16, tokens=1024, rows=8, key_rows=4, copy_rows=4,
+        span=8, distances=(32, 128), history=64, recipe="laptop.yaml", keys={"training.batch_tokens": 512},
+        execution={},
     ),
     "small": Setup(
-        model="HuggingFaceTB/SmolLM2-135M-Instruct", length=16384, window=1024, block=256, order=540, points=540,
-        tokens=40_000_000, rows=64, recipe="full.yaml", keys={"execution.micro_batch": 4},
+        model=MODEL, length=16384, window=1024, block=256, order=540, points=540, tokens=40_000_000, rows=64,
+        key_rows=16, copy_rows=8, span=64, distances=(512, 2048, 4096, 8192), history=2048, recipe="full.yaml",
+        keys={}, execution={"micro_batch": 4, "save_every": 1000},
     ),
 }  # fmt: skip
+SECONDS = {"smoke": None, "small": 150.0}  # of a design alone on a GPU, until one was measured
 
-# All with sliding attention over the same window. At equal order they hold the same number of floats, but for gates.
+# At equal order they hold the same number of floats, but for gates.
 DESIGNS: dict[str, dict[str, Any]] = {
+    "full attention": {"untrained": "full"},
+    "attention sinks": {"untrained": "sinks"},
     BASE: {"memory": "none"},
-    "elastic, cells": {"memory": "elastic", "sampling": "geometric_cells"},
+    "elastic cells": {"memory": "elastic", "sampling": "geometric_cells"},
     "wider window": {"memory": "memorizing", "combine": "joint", "positions": "full"},
     "key-value means": {"memory": "means"},
     "clock per head": {"memory": "clock"},
+    "clock learned": {"memory": "clock", "rate": "learned"},
+    "clock by content": {"memory": "clock", "rate": "content"},
     "dyadic bank": {"memory": "dyadic"},
     "outliers": {"memory": "outliers"},
-    "elastic, cells, mass": {"memory": "elastic", "sampling": "geometric_cells", "mass": True},
-    "elastic, cells, raw queries": {"memory": "elastic", "sampling": "geometric_cells", "query": "raw"},
-    "elastic, exponential": {"memory": "elastic", "sampling": "exponential"},
-    "elastic, uniform": {"memory": "elastic", "sampling": "uniform"},
+    "elastic cells mass": {"memory": "elastic", "sampling": "geometric_cells", "mass": True},
+    "elastic cells raw queries": {"memory": "elastic", "sampling": "geometric_cells", "query": "raw"},
+    "elastic exponential": {"memory": "elastic", "sampling": "exponential"},
+    "elastic uniform": {"memory": "elastic", "sampling": "uniform"},
     "infini": {"memory": "infini"},
-    "memorizing, gated": {"memory": "memorizing"},
+    "memorizing gated": {"memory": "memorizing"},
+    BASE + BLOCKS: {"memory": "none"},
+    "elastic cells" + BLOCKS: {"memory": "elastic", "sampling": "geometric_cells"},
+    "queue" + BLOCKS: {"memory": "memorizing", "combine": "joint", "positions": "full"},
+    "key-value means" + BLOCKS: {"memory": "means"},
+    "clock per head" + BLOCKS: {"memory": "clock"},
 }
 
 
-def jobs(tier: str, seeds: int, corpora: Sequence[str]) -> list[Candidate]:
-    """Most important first: by seed, then corpus, then design."""
-    plan = PLANS[tier]
-    shared = {"local_attention": "sliding", "block_size": plan.block, "window": plan.window}
+def jobs(tier: str, seeds: int, corpora: Sequence[str], designs: Sequence[str]) -> list[Candidate]:
+    """Most important first: by seed, then corpus, then design. What is not trained has one seed."""
     return [
-        Candidate(tier=tier, corpus=corpus, design=name.replace(", ", "-").replace(" ", "-"), seed=seed,
-            settings=_sized(settings, plan) | shared)
-        for seed in SEEDS[:seeds] for corpus in corpora for name, settings in DESIGNS.items()
-    ]  # fmt: skip
+        Candidate(tier=tier, corpus=corpus, design=name.replace(" ", "-"), seed=seed, settings=_settings(name, tier))
+        for seed in SEEDS[:seeds]
+        for corpus in corpora
+        for name in designs
+        if seed == SEEDS[0] or "untrained" not in DESIGNS[name]
+    ]
 
 
-def _sized(settings: dict[str, Any], plan: Setup) -> dict[str, Any]:
-    """A memory as large as the plan says; sample points where it has them."""
+def _settings(name: str, tier: str) -> dict[str, Any]:
+    """A memory as large as the plan says, sample points where it has them; the local attention of its name."""
     from elastic_memory.memory import MEMORIES
 
+    settings, plan = DESIGNS[name], PLANS[tier]
+    if "untrained" in settings:
+        return settings
     kind = MEMORIES[settings["memory"]]
     sizes = {"order": plan.order, "points": plan.points}
-    return settings | {name: size for name, size in sizes.items() if kind.has_option(name)}
+    local: dict[str, Any] = {"local_attention": "sliding", "block_size": plan.block, "window": plan.window}
+    if name.endswith(BLOCKS):
+        local = {"local_attention": "block", "block_size": plan.window}
+    return settings | {option: size for option, size in sizes.items() if kind.has_option(option)} | local
 
 
 def run(
@@ -70,11 +93,14 @@ def run(
     minutes: float | None = None,
     parallel: int | None = None,
     seeds: int | None = None,
+    designs: str | None = None,
+    keep_weights: bool = False,
 ) -> Table:
     """Train and measure what is missing, within the minutes given, and make the table from all records."""
     if tier not in PLANS:
         raise ValueError(f"tier {tier} has no table real-model: choose {' or '.join(PLANS)}")
-    study = Study(PLANS[tier], out, data or Path("DATA"), model)
+    chosen = _chosen(designs)
+    study = Study(PLANS[tier], out, data or Path("DATA"), model, keep_weights)
     if minutes != 0:
         if data is None:
             raise ValueError(
@@ -86,7 +112,7 @@ def run(
                 f"{data} has no rows of {' or '.join(CORPORA)}: elastic prepare proofs --tokenizer {study.model} "
                 f"--length {study.plan.length} --out {data / 'proofs'}"
             )
-        if not study.run(jobs(tier, seeds or 1, corpora), minutes, parallel or 1):
+        if not study.run(jobs(tier, seeds or 1, corpora, chosen), minutes, parallel or 1, SECONDS[tier]):
             raise ValueError(f"a model failed: see {out / 'work' / 'logs'}; what is finished is kept")
     table, rows = make(study, tier)
     out.mkdir(parents=True, exist_ok=True)
@@ -96,59 +122,112 @@ def run(
     return table
 
 
+def _chosen(designs: str | None) -> list[str]:
+    """The designs named, separated by commas, in the order of the table."""
+    named = list(DESIGNS) if designs is None else [name.strip() for name in designs.split(",")]
+    for name in named:
+        if name not in DESIGNS:
+            raise ValueError(f"--designs: {name!r}: {suggest(name, DESIGNS)}")
+    return [name for name in DESIGNS if name in named]
+
+
 def make(study: Study, tier: str) -> tuple[Table, list[dict[str, Any]]]:
     """The table of what is recorded so far, and its numbers."""
-    every = [(job, study.record(job)) for job in jobs(tier, len(SEEDS), CORPORA)]
+    every = [(job, study.record(job)) for job in jobs(tier, len(SEEDS), CORPORA, list(DESIGNS))]
     rows = []
     for corpus in CORPORA:
         runs: dict[str, dict[int, dict[str, Any]]] = {}
         for job, record in every:
             if record is not None and job.corpus == corpus:
                 runs.setdefault(job.design, {})[job.seed] = record
-        base = runs.get(BASE.replace(" ", "-"), {})
-        rows += [_row(corpus, design, found, base) for design, found in runs.items()]
-    plan = study.plan
-    table = Table(
+        rows += [_row(corpus, name, runs, study.plan) for name in DESIGNS if name.replace(" ", "-") in runs]
+    return _table(rows, study.plan), rows
+
+
+def _table(rows: Sequence[dict[str, Any]], plan: Setup) -> Table:
+    ends = [f"to {_short(plan.window * last)}" for _, last in _parts(plan)]
+    distances = ", ".join(_short(distance) for distance in plan.distances)
+    return Table(
         title="A pretrained model with memory: perplexity beyond the window",
-        columns=["design", "corpus", "seeds", "floats", "parameters", "first window", "beyond", "against no memory"],
+        columns=["design", "corpus", "seeds", "floats", "parameters", "first window", *ends, "beyond",
+                 "against no memory", "LongPPL", f"recall at {distances}", "tokens/s training, decoding"],
         rows=[
-            [row["design"].replace("-", " "), row["corpus"], ", ".join(map(str, row["seeds"])), f"{row['floats']:,}",
-             f"{row['parameters']:,}", f"{row['first']:.3f}", f"{row['beyond']:.3f}", row["text"]]
+            [row["design"], row["corpus"], ", ".join(map(str, row["seeds"])), f"{row['floats']:,}",
+             f"{row['parameters']:,}", *(f"{row[name]:.3f}" for name in ("first", *ends, "beyond")), row["text"],
+             "-" if row["longppl"] is None else f"{row['longppl']:.3f}",
+             " ".join(f"{value:.2f}" for value in row["recall"]),
+             ", ".join("-" if row[name] is None else _short(row[name]) for name in ("training", "decoding"))]
             for row in rows
         ],
-        note=f"Sliding attention over {plan.window:,} tokens in all layers, memory in one; {plan.tokens / 1e6:g}M "
-        f"tokens of fine-tuning on rows of {plan.length:,}, the same for all; {plan.rows} rows of the test split. In "
-        "brackets the 95% interval over documents of the paired difference. The first window is a control: nothing is "
-        "in memory there. Not a table of the paper.",
+        note=f"Sliding attention over {plan.window:,} tokens in all layers, or blocks of as many; memory in one layer; "
+        f"{plan.tokens / 1e6:g}M tokens of fine-tuning on rows of {plan.length:,}, the same for all; {plan.rows} rows "
+        "of the test split. In brackets the 95% interval over documents of the paired difference. The first window is "
+        "a control: nothing is in memory there. Recall: by how many nats a token is likelier when its span comes again "
+        "after so many tokens. LongPPL: the untouched model finds the key tokens. Full attention and attention sinks "
+        "are the untouched model, not fine-tuned. Speeds are those of processes that shared a GPU. Not a table of the "
+        "paper.",
     )  # fmt: skip
-    return table, rows
 
 
-def _row(corpus: str, design: str, found: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """One design on one corpus, compared with the base over the seeds that both have."""
-    documents = [record["documents"] for record in found.values()]
-    common = sorted(found.keys() & base.keys())
+def _parts(plan: Setup) -> list[tuple[int, int]]:
+    """Parts of a row beyond the window that are shown together: each as long as all before it."""
+    count = plan.length // plan.window
+    bounds = [2**power for power in range(2, count.bit_length())]
+    return list(zip([1, *bounds[:-1]], bounds, strict=True))
+
+
+def _short(value: float) -> str:
+    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:,.0f}"
+
+
+def _row(corpus: str, name: str, runs: dict[str, dict[int, dict[str, Any]]], plan: Setup) -> dict[str, Any]:
+    """One design on one corpus, compared with its base over the seeds that both have."""
+    base = BASE + BLOCKS * name.endswith(BLOCKS)
+    found, those = (runs.get(one.replace(" ", "-"), {}) for one in (name, base))
+    records = list(found.values())
+    documents = [record["documents"] for record in records]
     row: dict[str, Any] = {
-        "design": design, "corpus": corpus, "seeds": sorted(found),
-        "floats": sum(line["state_floats"] for line in found[min(found)]["memory"]),
-        "parameters": sum(line["extra_parameters"] for line in found[min(found)]["memory"]),
+        "design": name, "corpus": corpus, "seeds": sorted(found),
+        "floats": sum(line["state_floats"] for line in records[0]["memory"]),
+        "parameters": sum(line["extra_parameters"] for line in records[0]["memory"]),
         "first": _mean(ppl_of(one, 0, 1) for one in documents),
         "beyond": _mean(ppl_of(one, 1) for one in documents),
-        "tokens_per_second": _mean(record["tokens_per_second"] for record in found.values()),
+        **{
+            f"to {_short(plan.window * last)}": _mean(ppl_of(one, first, last) for one in documents)
+            for first, last in _parts(plan)
+        },
+        "longppl": _mean(_long(record) for record in records),
+        "recall": [_mean(_recall(record["copies"][str(d)]) for record in records) for d in plan.distances],
+        "training": _mean(record.get("result", {}).get("tokens_per_second") for record in records),
+        "decoding": _mean(record["decoding"] for record in records),
         "by_part": [
             [ppl_of(one, part, part + 1) for part in range(len(next(iter(one.values()))["loss"]))]
             for one in documents
         ],
         "text": "-",
     }  # fmt: skip
-    if common and design != BASE.replace(" ", "-"):
-        pairs = [[side[seed]["documents"] for seed in common] for side in (found, base)]
+    common = sorted(found.keys() & those.keys())
+    if common and name != base and "untrained" not in DESIGNS[name]:
+        pairs = [[side[seed]["documents"] for seed in common] for side in (found, those)]
         row["difference"], *row["interval"] = difference(*pairs)
         low, high = row["interval"]
         row["text"] = f"{row['difference']:+.2%} [{low:+.2%}, {high:+.2%}]"
     return row
 
 
-def _mean(values: Any) -> float:
+def _long(record: dict[str, Any]) -> float | None:
+    """LongPPL; None without key tokens."""
+    held = record["longppl"]
+    return math.exp(held["loss"] / held["tokens"]) if held["tokens"] else None
+
+
+def _recall(documents: dict[str, list[float]]) -> float:
+    """Nats by which copies are likelier than what they copy."""
+    first, copy, tokens = (math.fsum(held[i] for held in documents.values()) for i in range(3))
+    return (first - copy) / tokens
+
+
+def _mean(values: Any) -> Any:
+    """None if one of them is missing."""
     held = list(values)
-    return sum(held) / len(held)
+    return None if None in held else sum(held) / len(held)

@@ -1,0 +1,40 @@
+"""Recall of spans that come twice."""
+
+import pytest
+import torch
+
+from elastic_memory.evaluation.copies import PERIOD, copy_losses, with_copies
+
+
+@pytest.mark.parametrize("distance", [8, 32, 104, 128])
+def test_copies_are_at_their_distance(distance):
+    row = torch.arange(1000)
+    text, starts = with_copies(row, distance, 8)
+    assert len(text) == len(row) and starts
+    copied = torch.zeros(len(row), dtype=torch.bool)
+    for start in starts:
+        assert (start + 8) % (PERIOD * 8) == 0
+        assert torch.equal(text[start : start + 8], text[start - distance : start - distance + 8])
+        copied[start : start + 8] = True
+    fresh = text[~copied]
+    assert torch.equal(fresh, row[: len(fresh)])  # the rest is the text as it was, nothing left out
+
+
+def test_a_distance_at_which_copies_meet_copies_is_refused():
+    with pytest.raises(ValueError, match=r"distance 96: .* choose another"):
+        with_copies(torch.arange(1000), 96, 8)
+
+
+def test_losses_of_copies_and_of_what_they_copy():
+    """A reader that has seen a token within 100 tokens knows it; others cost 1."""
+
+    def read(ids):
+        known = [[float(t not in row[max(0, i - 100) : i]) for i, t in enumerate(row)] for row in ids.tolist()]
+        return torch.tensor(known)[:, 1:]
+
+    rows = [torch.arange(1000), torch.arange(1000)]
+    for distance, wanted in ((32, 0.0), (128, 1.0)):
+        found = copy_losses(read, rows, distance, 8)
+        assert list(found) == ["0", "1"]
+        for first, copy, tokens in found.values():
+            assert first == tokens and copy == wanted * tokens and tokens % 6 == 0 and tokens > 0
