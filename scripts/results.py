@@ -13,7 +13,7 @@ from elastic_memory.report.speed import headline
 from elastic_memory.report.tables import Table
 from elastic_memory.reproduction import ledger
 from elastic_memory.reproduction.lab import Lab
-from elastic_memory.reproduction.tables import experiments
+from elastic_memory.reproduction.tables import experiments, real_model
 from elastic_memory.training.plan import make_plan, measurements
 from elastic_memory.training.recipe import RECIPES, variants
 
@@ -117,7 +117,7 @@ def pictures(root: Path) -> None:
 
 def index(root: Path) -> str:
     """`results/README.md`: an introduction and all tables."""
-    names = [f"{name}-small" for name in experiments()] + ["claims-small"]
+    names = [f"{name}-small" for name in (*experiments(), "real-model", "claims")]
     tables = "\n".join((root / "results" / f"{name}.md").read_text() for name in names)
     return INDEX + "\n" + tables
 
@@ -127,6 +127,7 @@ def write(root: Path) -> None:
     lab = Lab("small", root / "results")
     for experiment in experiments().values():
         experiment.write(lab)
+    real_model.run("small", root / "results", minutes=0)
     ledger.write(root / "results", "small")
     pictures(root)
     (root / "results" / "README.md").write_text(index(root), encoding="utf-8")

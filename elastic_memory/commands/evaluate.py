@@ -189,7 +189,7 @@ def _show(results: dict[str, Any]) -> None:
         if isinstance(result, list):
             fields = [field.name for field in dataclasses.fields(result[0])]
             cells = [[_cell(getattr(entry, field), number) for field in fields] for entry in result]
-            console.print(_whole_words(Table(name, fields, cells)))
+            console.print(Table(name, fields, cells).text(console.width))
             continue
         for entry in entries:
             console.print(str(entry), highlight=False, markup=False, soft_wrap=True)
@@ -197,16 +197,7 @@ def _show(results: dict[str, Any]) -> None:
             blocks = max(len(entry.by_block) for entry in entries)
             cells = [[str(i), *(f"{entry.by_block[i]:.4g}" for entry in entries)] for i in range(blocks)]
             if blocks <= 32:
-                console.print(_whole_words(Table("PPL by block", ["block", *result], cells)))
-
-
-def _whole_words(table: Any) -> Any:
-    """The table for a terminal, in which a narrow column breaks between numbers and never inside one."""
-    shown = table.rich()
-    for index, column in enumerate(shown.columns):
-        texts = [table.columns[index], *(row[index] for row in table.rows)]
-        column.min_width = max(len(word) for text in texts for word in text.split())
-    return shown
+                console.print(Table("PPL by block", ["block", *result], cells).text(console.width))
 
 
 def _cell(value: Any, number: Any) -> str:

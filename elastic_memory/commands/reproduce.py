@@ -119,14 +119,14 @@ def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any
 
     modules = {name: load(name) for name in dict.fromkeys(tables)}
     for name, module in modules.items():
+        if tier not in getattr(module, "PLANS", [tier]):
+            raise ValueError(f"tier {tier} has no table {name}: choose {' or '.join(module.PLANS)}")
         uses = set(given) - {"model", "designs"} if hasattr(module, "EXPERIMENT") else getattr(module, "USES", ())
         for option in (option for option, value in given.items() if value not in (None, False)):
             if option not in uses:
                 raise ValueError(f"table {name!r} does not use --{option}: leave it out")
     for module in modules.values():
         if not hasattr(module, "EXPERIMENT"):
-            if tier not in getattr(module, "PLANS", [tier]):
-                raise ValueError(f"tier {tier} has no table {name}: choose {' or '.join(module.PLANS)}")
             uses = getattr(module, "USES", ())
             _print(module.run(tier, out, **{option.replace("-", "_"): given[option] for option in uses}))
     return [module.EXPERIMENT for module in modules.values() if hasattr(module, "EXPERIMENT")]
@@ -197,7 +197,8 @@ def _status(tier: str, out: Path) -> None:
 def _print(table: "Table") -> None:
     from rich.console import Console
 
-    Console().print(table.rich())
+    console = Console()
+    console.print(table.text(console.width))
 
 
 INFORMATION = {"list": _list, "status": _status, "claims": _claims}

@@ -76,6 +76,11 @@ def last_losses(model: Model, ids: Int[Tensor, "row token"], count: int) -> Floa
     return token_losses(logits, ids[:, -count:])
 
 
+def whole_losses(model: Model, ids: Int[Tensor, "row token"]) -> Float[Tensor, "row prediction"]:
+    """Losses of rows, each read by one plain call: a model with memory reads all its blocks at once."""
+    return torch.cat([last_losses(model, row[None], len(row) - 1) for row in ids])
+
+
 def window_losses(
     model: Model, ids: Int[Tensor, "row token"], window: int, stride: int
 ) -> Float[Tensor, "row prediction"]:

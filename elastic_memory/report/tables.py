@@ -29,6 +29,23 @@ class Table:
             shown.add_row(*map(escape, row))
         return shown
 
+    def text(self, width: int) -> rich_table.Table:
+        """For a terminal of `width` characters: columns break between words; too many stand one below the other."""
+        columns = zip(self.columns, *self.rows, strict=True)
+        longest = [max(len(word) for cell in column for word in (cell.split() or [""])) for column in columns]
+        if sum(longest) + 2 * len(longest) < width:
+            shown = self.rich()
+            for column, least in zip(shown.columns, longest, strict=True):
+                column.min_width = least
+            return shown
+        shown = rich_table.Table(title=escape(self.title), caption=escape(self.note), box=None, show_header=False)
+        shown.title_justify = shown.caption_justify = "left"
+        for row in self.rows:
+            shown.add_row(escape(row[0]), "", style="bold")
+            for column, cell in zip(self.columns[1:], row[1:], strict=True):
+                shown.add_row(f"  {escape(column)}", escape(cell))
+        return shown
+
     def markdown(self) -> str:
         """For a page."""
         rule = ["---"] + ["---:"] * (len(self.columns) - 1)

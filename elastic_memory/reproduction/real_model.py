@@ -33,7 +33,7 @@ from elastic_memory.data.start import StartingModel
 from elastic_memory.evaluation.copies import copy_losses
 from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.loading import load_model, model_folder, tokenizer_of
-from elastic_memory.evaluation.losses import streamed_losses
+from elastic_memory.evaluation.losses import whole_losses
 from elastic_memory.evaluation.sinks import sink_losses
 from elastic_memory.evaluation.throughput import decoding_speed
 from elastic_memory.model import attach_memory
@@ -41,8 +41,6 @@ from elastic_memory.reproduction.real_measures import by_document, find_keys, ke
 from elastic_memory.reproduction.scheduler import Scheduler, Task
 from elastic_memory.training.recipe import RECIPES, load_recipe
 from elastic_memory.training.session import Resume, tell, train
-
-BOUNDS = {"full": streamed_losses, "sinks": sink_losses}  # how the untouched model reads rows: (model, ids, window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ class Candidate:
     tier: str
     corpus: str
     design: str
-    settings: dict[str, Any]  # of `attach_memory`, or {"untrained": one of BOUNDS}
+    settings: dict[str, Any]  # of `attach_memory`, or {"untrained": "full" or "sinks"}
     seed: int
 
     @property
@@ -189,13 +187,13 @@ class Study:
             "sharing": self._sharing(),
         }
         if "untrained" in job.settings:
-            read, model = BOUNDS[job.settings["untrained"]], load_model(self.model)
+            model = load_model(self.model)
         else:
             record["result"] = self._train(job, folder, weights)
-            read, model = streamed_losses, load_model(str(folder / "runs" / record["result"]["name"]))
+            model = load_model(str(folder / "runs" / record["result"]["name"]))
             record["memory"] = model.memory_report()
         trained = time.monotonic()
-        record |= self._measure(job, Spread(rows, plan.rows), model, partial(read, model))
+        record |= self._measure(job, Spread(rows, plan.rows), model)
         record["seconds"] = {"training": trained - begun, "measuring": time.monotonic() - trained}
         record["sharing"] = (record["sharing"] + self._sharing()) / 2
         self._path(job.name).parent.mkdir(parents=True, exist_ok=True)
@@ -236,23 +234,19 @@ class Study:
         sums = [f"{file.name} {sha256(file)}" for file in sorted(folder.glob("*.safetensors"))]
         return hashlib.sha256(" ".join(sums or [self.model]).encode()).hexdigest()
 
-    def _measure(self, job: Candidate, rows: Spread, model: Any, read: Any) -> dict[str, Any]:
+    def _measure(self, job: Candidate, rows: Spread, model: Any) -> dict[str, Any]:
         """Everything that tables may need: the weights are removed afterwards."""
         plan, device = self.plan, next(model.parameters()).device.type
+        sinks = job.settings.get("untrained") == "sinks"
+        read = partial(sink_losses, model, window=plan.window) if sinks else partial(whole_losses, model)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-
-            def reading(ids: torch.Tensor) -> torch.Tensor:
-                return read(ids, plan.window)
-
-            losses = row_losses(reading, rows)
+            losses = row_losses(read, rows)
             some = Spread(rows, plan.copy_rows)
             return {
                 "documents": by_document(rows, losses, plan.window),
                 "longppl": key_loss(losses, self._keys(job, rows)),
-                "copies": {str(d): copy_losses(reading, some, d, plan.span) for d in plan.distances},
-                "decoding": None
-                if job.settings.get("untrained") == "sinks"
-                else decoding_speed(model, plan.history, 64),
+                "copies": {str(d): copy_losses(read, some, d, plan.span) for d in plan.distances},
+                "decoding": None if sinks else decoding_speed(model, plan.history, 64),
             }
 
     def _keys(self, job: Candidate, rows: Spread) -> dict[str, list[int]]:

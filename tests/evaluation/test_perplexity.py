@@ -12,6 +12,7 @@ import elastic_memory as em
 from elastic_memory.evaluation import perplexity
 from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.journal import Journal, bootstrap
+from elastic_memory.evaluation.losses import streamed_losses, whole_losses
 from elastic_memory.memory import MEMORIES
 from tests.evaluation.conftest import llama, model_with, rows_of
 from tests.oracles import ppl as oracle
@@ -250,3 +251,10 @@ def test_a_million_tokens_in_constant_memory():
     assert result.tokens == 999_999 and math.isfinite(result.ppl)
     # What grows is one float per token; all logits would be 2 GB, all keys and values 1 GB.
     assert max(used) - before < 64 * 2**20
+
+
+@pytest.mark.parametrize("model", [LLAMA, "none", "elastic", "melodi"], ids=["llama", "none", "elastic", "melodi"])
+def test_rows_read_at_once_have_the_losses_of_a_stream(model):
+    model = model_with(model) if isinstance(model, str) else model
+    ids = torch.stack(rows_of(45, 45))
+    torch.testing.assert_close(whole_losses(model, ids), streamed_losses(model, ids, 5), atol=1e-4, rtol=1e-4)
