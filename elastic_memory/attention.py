@@ -134,10 +134,16 @@ def multiple_of_8(*tensors: Float[Tensor, "batch head token _"]) -> list[Tensor]
     return [F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
 
 
-def window_mask(queries: int, before: int, window: int, device: torch.device) -> Bool[Tensor, "query key"]:
-    """Which of `before + queries` keys the last `queries` of them see: the newest `window`, itself included."""
+def window_mask(
+    queries: int, before: int, window: int, device: torch.device, memory: int = 0
+) -> Bool[Tensor, "query key"]:
+    """Which of `before + queries` keys the last `queries` of them see: the newest `window`, itself included.
+
+    In front stand the columns of `memory`, which all queries see.
+    """
     distance = (before + torch.arange(queries, device=device))[:, None] - torch.arange(before + queries, device=device)
-    return (distance >= 0) & (distance < window)
+    visible = (distance >= 0) & (distance < window)
+    return torch.cat((visible.new_ones(queries, memory), visible), dim=1)
 
 
 def column_mask(

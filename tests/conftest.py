@@ -56,7 +56,11 @@ def ids():
 @pytest.fixture
 def disturb(monkeypatch):
     """Disturb the n-th training pass (from 1) of the runs that follow; each disturbance happens once."""
+    return disturber(monkeypatch)
 
+
+def disturber(patch):
+    """What the fixture `disturb` is, for as long as `patch` lasts."""
     from elastic_memory.training import session
 
     def at(calls, action):
@@ -75,7 +79,7 @@ def disturb(monkeypatch):
             model.forward = disturbed
             return model
 
-        monkeypatch.setattr(session, "build_model", build)
+        patch.setattr(session, "build_model", build)
 
     return at
 

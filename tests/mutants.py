@@ -212,12 +212,12 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("elastic_memory/model/layer.py", "tests/model/test_sliding.py"): [
         ("rope(x, positions - self.locality.lag)", "rope(x, positions)", "equations"),
+    ],
+    ("elastic_memory/model/parts.py", "tests/model/test_sliding.py"): [
         ("locality.window + memory.widens", "locality.window", "wider_window"),
-        (
-            "written = -(-key.shape[2] // self.locality.block_size), max(key.shape[2] - lag, 1)",
-            "written = -(-key.shape[2] // self.locality.block_size), key.shape[2]",
-            "equations",
-        ),
+    ],
+    ("elastic_memory/model/all_blocks.py", "tests/model/test_sliding.py"): [
+        ("max(key.shape[2] - lag, 1)", "key.shape[2]", "equations"),
     ],
     ("elastic_memory/streaming/layer_cache.py", "tests/model/test_sliding.py"): [
         ("max(tokens - self.lag, 0)", "tokens", "as_if_alone"),
@@ -232,12 +232,12 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (".clamp_min(1e-30).log()", ".log()", "written_out"),
         ("query.new_full((1,), 1 / scale)", "query.new_ones(1)", "written_out"),
     ],
-    ("elastic_memory/model/layer.py", "tests/memory/test_silent.py"): [
+    ("elastic_memory/model/parts.py", "tests/memory/test_silent.py"): [
         ("reading[2] if self.memory.adds_score else None", "None", "written_out"),
         ("        if self.memory.gain is None:\n            return mixed", "        return mixed", "heard"),
     ],
-    ("elastic_memory/model/layer.py", "tests/fast/test_windows.py"): [
-        ("asking, known = self.looking(asking, unrotated, known, reading)", "pass", "with_masks and elastic"),
+    ("elastic_memory/model/all_blocks.py", "tests/fast/test_windows.py"): [
+        ("asking, known = attention.looking(asking, unrotated, known, reading)", "pass", "with_masks and elastic"),
     ],
     ("elastic_memory/fast/summary_tokens.py", "tests/memory/test_silent.py"): [
         ("reading=reading, query=query", "query=query", "melodi and heard"),
@@ -262,8 +262,10 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if order not in (None, self.bank.order):", "if False:", "settled"),
         ("min(digit, room)", "digit", "tile"),
     ],
+    ("elastic_memory/memory/elastic.py", "tests/memory/test_recent.py"): [
+        ("if not 0 < raw < order:", "if False:", "idle"),
+    ],
     ("elastic_memory/memory/outliers.py", "tests/memory/test_outliers.py"): [
-        ("if not 0 < self.raw < order:", "if False:", "idle"),
         ("return distance / distance.mean(2, keepdim=True).clamp(min=1e-30)", "return distance", "oracle"),
     ],
 }

@@ -9,13 +9,16 @@ import typer
 from elastic_memory.commands.options import LARGEST_MEMORY, check_range
 
 Layers = Annotated[
-    list[int] | None, typer.Option(help="A layer that gets the memory, counted from 0; repeatable. Default: its own.")
+    list[int] | None,
+    typer.Option(help="A layer that gets the memory, counted from 0; repeatable. Default: as in the paper."),
 ]
 BlockSize = Annotated[
-    int | None, typer.Option(help="Tokens that see each other without memory, in all layers. Default: 2,048.")
+    int | None, typer.Option(help="Tokens in a block, in all layers; memory is updated once a block. Default: 2,048.")
 ]
 Local = Annotated[str, typer.Option(help="block: attention inside blocks; sliding: to the last --window tokens.")]
-Window = Annotated[int | None, typer.Option(help="With --local sliding: a multiple of --block-size, the default.")]
+Window = Annotated[
+    int | None, typer.Option(help="With --local sliding: a multiple of --block-size. Default: one block.")
+]
 Order = Annotated[int | None, typer.Option(help="Size of the memory: coefficients, or tokens of a queue.")]
 Options = Annotated[
     list[str] | None, typer.Option("--set", help="A further option of the memory, as option=value; repeatable.")
@@ -41,8 +44,8 @@ def attach(
 ) -> None:
     """Give a pretrained model a memory, and write both to a folder.
 
-    Weights are copied unchanged; every command reads the folder like a run of ours. Then train the memory with `elastic
-    train --from`.
+    The weights are copied unchanged. All other commands take the folder as they take a training run. The memory is of
+    use only after training: `elastic train --from`.
 
         elastic attach HuggingFaceTB/SmolLM2-135M --layers 20 --local sliding --out smollm2-memory
 

@@ -49,9 +49,9 @@ SlidingWindow = Annotated[
     int | None,
     typer.Option(help=f"LongPPL: tokens between two short contexts (default {SLIDING_WINDOW}, at most length/32)."),
 ]
-Alpha = Annotated[float, typer.Option(help="LongPPL: the least gain of a key token from the long context, in nats.")]
-Beta = Annotated[float, typer.Option(help="LongPPL: the least log-probability of a key token.")]
-Keys = Annotated[Path | None, typer.Option(help="LongPPL: folder in which key tokens are kept for the next call.")]
+Alpha = Annotated[float, typer.Option(help="LongPPL: key tokens gain more than this from the long context, in nats.")]
+Beta = Annotated[float, typer.Option(help="LongPPL: key tokens have a log-probability above this in the long context.")]
+Keys = Annotated[Path | None, typer.Option(help="LongPPL: folder that keeps key tokens, to find them only once.")]
 Orders = Annotated[list[int] | None, typer.Option("--reconstruct", help="Reconstruction: an order to try; repeatable.")]
 RecallSteps = Annotated[
     int, typer.Option(help="Recall, MQAR: fine-tune a copy of the model for this many steps first.")

@@ -26,8 +26,8 @@ def explore(
 ) -> None:
     """The memory microscope: see what a memory keeps, where it looks, and what it changes.
 
-    Writes one HTML page that needs no other file and no network, and opens it. Without a file it shows signals: what
-    comes back of them at any order, number of sample points, sampling and length. With models and a text it shows the
+    Writes one HTML page that needs no other file and no network, and opens it. Without a file it shows how well
+    signals are rebuilt, at any order, number of sample points, sampling and length. With models and a text it shows the
     text coloured by what memory changes, the attention on each memory token, the words nearest to it, and how much is
     left of old tokens. Two models, or two memory files, stand side by side.
 

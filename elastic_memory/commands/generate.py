@@ -49,8 +49,8 @@ def generate(
     """Continue a text of any length, in constant memory.
 
     Reads --prompt-file, then --prompt, and writes the model's continuation to
-    standard output. With --memory a book is read once, into a file of a few MiB,
-    and then continued or asked about many times:
+    standard output. With --memory a book is read once and kept as a file of a few
+    MiB; later calls continue it or ask about it, as often as you like:
 
         elastic generate runs/my-model --prompt-file book.txt --memory book.memory.safetensors --tokens 0
 

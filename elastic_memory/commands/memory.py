@@ -99,8 +99,8 @@ def join(
 
         elastic memory join one.memory.safetensors two.memory.safetensors --out both.memory.safetensors
 
-    Only the open block of the last file is read again. The joined file lists
-    the names and lengths of its parts.
+    No text is read again, except the last, unfinished block of the last file.
+    The joined file lists the names and lengths of its parts.
     """  # fmt: skip
     from elastic_memory.evaluation.loading import load_model
     from elastic_memory.streaming import memory_file

@@ -23,17 +23,19 @@ def prepare(
     ] = None,
     shares: Annotated[
         str | None,
-        typer.Option(help="Train/validation/test by document, if the corpus has no splits itself (default 90/5/5)."),
+        typer.Option(help="Shares of documents for train/validation/test, if the corpus has none (default 90/5/5)."),
     ] = None,
-    shard: Annotated[str, typer.Option(help="i/n: only every n-th part; one call without it finishes.")] = "0/1",
+    shard: Annotated[
+        str, typer.Option(help="i/n: share i, from 0, of the work in n; when all are done, call without it to finish.")
+    ] = "0/1",
     workers: Annotated[int | None, typer.Option(help="Tokenizer threads (default: one per core).")] = None,
     inspect: Annotated[Path | None, typer.Option(help="Show and verify a prepared folder instead.")] = None,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Tokenize a corpus into rows of one length, ready to train on.
 
-    Each document longer than --length tokens is cut into rows of exactly that length. The rest of the document is
-    dropped, and no row crosses documents. To resume an interrupted call, repeat the same command.
+    Each document longer than --length tokens is cut into rows of exactly that length. What is left at its end is
+    dropped, so that no row holds parts of two documents. To resume an interrupted call, repeat the same command.
 
         elastic prepare stdlib --tokenizer bytes --length 8192 --out rows
 

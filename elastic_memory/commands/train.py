@@ -24,7 +24,7 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder for runs; each run gets a folder of its own.")] = Path("runs"),
     from_: From = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key: training.tokens=1e9; repeatable.")
+        list[str] | None, typer.Option("--set", help="Change a setting of the recipe: training.tokens=1e9; repeatable.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
     requeue: Annotated[
@@ -43,7 +43,7 @@ def train(
     measured: Annotated[Path, typer.Option(help="With --plan: folder of results with measured speeds.")] = MEASURED,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
-    """Train the model of a recipe, fine-tune a model that exists, or resume an interrupted run.
+    """Train a model from a recipe, fine-tune a pretrained model, or resume an interrupted run.
 
     A run folder holds the resolved recipe, metrics, checkpoints and, at the end, the model. After any interruption
     `--resume` continues with the same samples and reaches the same weights. Ctrl-C and SIGTERM save a checkpoint first.

@@ -217,6 +217,21 @@ class _Direct(torch.autograd.Function):
         return torch.cat(parts), None, None, None
 
 
+def with_raw_tokens(geometry: Geometry, order: int, share: float, **options: Any) -> tuple[ElasticMemory, int]:
+    """For hybrids: how many raw tokens are `share` of `order`, and an elastic memory of the rest."""
+    raw = round(order * share)
+    if not 0 < raw < order:
+        raise ValueError(f"share={share} of order {order}: both parts need at least one, so that neither is idle")
+    return ElasticMemory(geometry, order=order - raw, **options), raw
+
+
+def beside(polynomial: Reading, raw: Sequence[Tensor]) -> Reading:
+    """One reading: the columns of the polynomial, then those of raw tokens, if there are any."""
+    if not raw:
+        return polynomial
+    return tuple(torch.cat((a, b.to(a.dtype)), dim=2) for a, b in zip(polynomial, raw, strict=True))
+
+
 def _fields(bank: Bank) -> tuple[int, int, Any, tuple]:
     return static(bank.order), static(bank.points), bank.sampling, bank.options
 

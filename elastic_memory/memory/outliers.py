@@ -7,7 +7,7 @@ import torch
 
 from elastic_memory import hippo
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
-from elastic_memory.memory.elastic import ElasticMemory
+from elastic_memory.memory.elastic import beside, with_raw_tokens
 from elastic_memory.memory.linear import plan_of, reader_of, states
 from elastic_memory.memory.tools import full_precision, one_of, static, wide
 from elastic_memory.operators import Step
@@ -66,12 +66,10 @@ class OutliersMemory(ParallelMemory):
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
-        self.raw = round(order * share)
-        if not 0 < self.raw < order:
-            raise ValueError(f"share={share} of order {order}: both parts need at least one, so that neither is idle")
-        self.elastic = ElasticMemory(
+        self.elastic, self.raw = with_raw_tokens(
             geometry,
-            order=order - self.raw,
+            order,
+            share,
             points=points,
             sampling=sampling,
             sampling_options=sampling_options,
@@ -93,7 +91,7 @@ class OutliersMemory(ParallelMemory):
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """The polynomial's points, then the raw tokens."""
         raw = [part[:, :, : min(seen, self.raw)] for part in state[2:4]]
-        return _beside(self.elastic.read(state[:2], seen, host), raw)
+        return beside(self.elastic.read(state[:2], seen, host), raw)
 
     @full_precision
     def write(self, state: State, block: Block, seen: int) -> State:
@@ -115,7 +113,7 @@ class OutliersMemory(ParallelMemory):
         for block, polynomial in enumerate(self.elastic.read_all(key, value, host), 1):
             seen = block * size
             index = _most(novelty[:, :, :seen], self.raw)[1]
-            readings.append(_beside(polynomial, [_take(self.history(x, block), index) for x in (key, value)]))
+            readings.append(beside(polynomial, [_take(self.history(x, block), index) for x in (key, value)]))
         return readings
 
     @torch.no_grad()
@@ -163,7 +161,3 @@ def _most(
 
 def _take(part: Tensor, index: Int[Tensor, "batch kv_head kept"]) -> Tensor:
     return part.gather(2, index[..., None].expand(-1, -1, -1, part.shape[3]))
-
-
-def _beside(polynomial: Reading, raw: Sequence[Tensor]) -> Reading:
-    return tuple(torch.cat((a, b.to(a.dtype)), dim=2) for a, b in zip(polynomial, raw, strict=True))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
-from elastic_memory.memory.elastic import ElasticMemory
+from elastic_memory.memory.elastic import beside, with_raw_tokens
 from elastic_memory.memory.memorizing import MemorizingMemory
 from elastic_memory.shapes import Float, Tensor
 
@@ -35,12 +35,10 @@ class RecentMemory(ParallelMemory):
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
-        raw = round(order * share)
-        if not 0 < raw < order:
-            raise ValueError(f"share={share} of order {order}: both parts need at least one, so that neither is idle")
-        self.elastic = ElasticMemory(
+        self.elastic, raw = with_raw_tokens(
             geometry,
-            order=order - raw,
+            order,
+            share,
             points=points,
             sampling=sampling,
             sampling_options=sampling_options,
@@ -56,7 +54,7 @@ class RecentMemory(ParallelMemory):
 
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """The polynomial's points, then the queue's tokens."""
-        return _beside(self.elastic.read(state[:2], seen, host), self.queue.read(state[2:], seen, host))
+        return beside(self.elastic.read(state[:2], seen, host), self.queue.read(state[2:], seen, host))
 
     def write(self, state: State, block: Block, seen: int) -> State:
         """Both parts, independently."""
@@ -72,7 +70,7 @@ class RecentMemory(ParallelMemory):
     ) -> Sequence[Reading]:
         """The readings of both, side by side."""
         readings, queues = (memory.read_all(key, value, host) for memory in (self.elastic, self.queue))
-        return [_beside(*pair) for pair in zip(readings, queues, strict=True)] if queues else readings
+        return [beside(*pair) for pair in zip(readings, queues, strict=True)] if queues else readings
 
     def set_retrieval(self, **changes: Any) -> None:
         """Change how the polynomial is read; the queue stays as it is."""
@@ -83,9 +81,3 @@ class RecentMemory(ParallelMemory):
         """Fit the polynomial to another order."""
         coefficients, said = self.elastic.adapt(state[:2])
         return (*coefficients, *state[2:]), said
-
-
-def _beside(elastic: Reading, queue: Reading) -> Reading:
-    if not queue:
-        return elastic
-    return tuple(torch.cat((a, b.to(a.dtype)), dim=2) for a, b in zip(elastic, queue, strict=True))

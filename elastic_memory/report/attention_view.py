@@ -122,8 +122,7 @@ def attention(
     if layer.memory.gain is not None:
         remembered = remembered + layer.memory.gain.abs().float().log()[:, None, None]
     scores = torch.cat((remembered, rotated @ of_block), dim=2)
-    visible = window_mask(tokens, known.shape[1] - tokens, layer.window or tokens, query.device)
-    visible = torch.cat((visible.new_ones(tokens, columns.shape[1]), visible), dim=1)
+    visible = window_mask(tokens, known.shape[1] - tokens, layer.window or tokens, query.device, columns.shape[1])
     return scores.masked_fill(~visible, -torch.inf).softmax(-1)
 
 

@@ -120,12 +120,11 @@ class LayerCache:
         """Write the open blocks of `rows` into memory: `size` tokens each, after `seen` others."""
         fetched = layer.fetch()
         block = self.block(rows, size)
-        tail = None if block.output is None else layer.tail(block.output)
-        if tail is not None:
+        if block.output is not None:
             columns = self.block_columns(rows, size)
             count = self.counts[rows[0]]
             reading = tuple(part[rows][:, :, :count] for part in self.reading) if count and self.reading else None
-            block = block._replace(tail=layer.behind(tail, rope, columns, reading, size))
+            block = block._replace(tail=layer.behind(block.output, rope, columns, reading))
         window, leaving = (None, block) if self.window_size is None else self._slid(rows, block, seen, rope)
         self._write(rows, leaving, seen - self.lag, layer.host(rope), window)
         layer.put_back(fetched)

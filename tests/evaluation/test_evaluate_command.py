@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,12 @@ from rich.console import Console
 from elastic_memory import cli
 from elastic_memory.data import prepare, samples
 from elastic_memory.evaluation import corrupted, perplexity
+from elastic_memory.evaluation import metrics as metrics_of_models
 from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.journal import Journal
 from elastic_memory.evaluation.loading import load_model
 from elastic_memory.evaluation.longppl import Settings
+from elastic_memory.evaluation.recall import recall
 from elastic_memory.report.tables import Table
 from tests.evaluation.conftest import TEXT, byte_level_bpe, llama, model_with
 
@@ -185,6 +188,7 @@ def test_bench_prints_ratios_to_transformer_plus_plus(elastic, tmp_path):
 )
 def test_numbers_are_whole_in_80_columns(place, elastic, monkeypatch, tmp_path, block, metrics):
     model_with(vocab_size=400, block_size=block, memory_layers=[0, 1]).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(metrics_of_models, "recall", partial(recall, samples=2))
     wide = elastic("evaluate", tmp_path, "--data", place / "rows", "--limit", 2, *metrics)[1]
     real = monkeypatch.setenv
     monkeypatch.setattr(monkeypatch, "setenv", lambda name, value: real(name, "80"))

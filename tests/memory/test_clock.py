@@ -3,7 +3,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import elastic_memory as em
 from elastic_memory import hippo
 from elastic_memory.memory import Block, Geometry
 from elastic_memory.memory.clock import Clock, ClockMemory, spaced
@@ -68,6 +67,7 @@ def test_windows_are_spaced_geometrically(heads, windows):
 def test_windows_that_are_none_are_refused(shortest, longest):
     with pytest.raises(ValueError, match=f"shortest={shortest} to longest={longest}"):
         fresh("clock", memory_options={"shortest": shortest, "longest": longest})
+<<<<<<< HEAD
 
 
 @pytest.mark.parametrize("local", [{}, {"local_attention": "sliding", "window": 2 * BLOCK}])
@@ -115,3 +115,5 @@ def test_it_can_be_read_otherwise_on_a_warm_cache():
     model.set_retrieval(sampling="midpoints", points=9)
     whole = logits(model, torch.cat((ids, more), dim=1))
     torch.testing.assert_close(logits(model, more, past_key_values=cache), whole[:, 3 * BLOCK :], atol=2e-5, rtol=0)
+=======
+>>>>>>> house

@@ -1,4 +1,4 @@
-"""Memories over other operators than elastic memory's: precision, and operators that are built once."""
+"""Memories that are linear in their tokens: precision in bf16, and operators that are built once."""
 
 import pytest
 import torch
@@ -6,17 +6,23 @@ import torch
 from elastic_memory.memory import MEMORIES, Block, Geometry, linear
 
 BLOCKS, SIZE = 16, 64
+ELASTIC = [
+    dict(sampling=sampling, algorithm=algorithm)
+    for sampling in ("uniform", "exponential", "geometric_cells")
+    for algorithm in ("direct", "recurrent")
+]
 LINEAR = [name for name, kind in MEMORIES.items() if issubclass(kind, linear.LinearMemory)]
 
 
-def build(name):
+def build(name, **options):
     geometry = Geometry(width=32, heads=2, kv_heads=2, head_dim=16, layers=12, block_size=SIZE)
-    return MEMORIES[name](geometry, order=48, points=16)
+    return MEMORIES[name](geometry, order=48, points=16, **options)
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_readings_in_bf16_do_not_lose_precision_from_block_to_block(name):
-    memory = build(name)
+@pytest.mark.parametrize("name, options", [*((name, {}) for name in LINEAR), *(("elastic", one) for one in ELASTIC)])
+def test_readings_in_bf16_do_not_lose_precision_from_block_to_block(name, options):
+    """By both algorithms of elastic memory: a table may use either."""
+    memory = build(name, **options)
     torch.manual_seed(0)
     tokens = torch.randn(1, 2, BLOCKS * SIZE, 16).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):

@@ -3,10 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import elastic_memory as em
 from elastic_memory.memory import Block
 from elastic_memory.memory.counts import state_floats
-from tests.memory.cases import BLOCK, fresh, logits, memory_of, tokens
+from tests.memory.cases import BLOCK, fresh, memory_of
 from tests.oracles import outliers as oracle
 
 
@@ -59,18 +58,3 @@ def test_the_budget_is_shared(share, parts):
     assert (memory.elastic.bank.order, memory.raw) == parts
     carried, counted = state_floats(memory)
     assert counted == state_floats(memory_of(fresh("elastic"))).carried and carried == counted + 2 * parts[1]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.99, 1.0, -1.0])
-def test_neither_part_may_be_idle(share):
-    with pytest.raises(ValueError, match=f"share={share}"):
-        fresh("outliers", memory_options={"share": share})
-
-
-def test_the_polynomial_can_be_read_otherwise_on_a_warm_cache():
-    model, ids, more = fresh("outliers"), tokens(1, 3 * BLOCK), tokens(1, 5, 2)
-    cache = em.MemoryCache(model)
-    logits(model, ids, past_key_values=cache)
-    model.set_retrieval(sampling="uniform", points=9)
-    whole = logits(model, torch.cat((ids, more), dim=1))
-    torch.testing.assert_close(logits(model, more, past_key_values=cache), whole[:, 3 * BLOCK :], atol=2e-5, rtol=0)

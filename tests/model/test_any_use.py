@@ -1,6 +1,7 @@
 """A cache under any sequence of uses: each row goes on as if it had been read alone, in one call."""
 
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ actions = st.lists(
     min_size=2,
     max_size=12,
 )
+
+
+@cache
+def shared_model(memory, local):
+    """One for all examples; None where sliding attention is undefined."""
+    try:
+        return small_model(memory, local_attention=local)
+    except ValueError:
+        return None
 
 
 class Rows:
@@ -78,9 +88,7 @@ class Rows:
 @given(actions=actions, static=st.booleans(), seed=st.integers(0, 9))
 @settings(max_examples=30)
 def test_each_row_goes_on_as_if_alone(memory, local, actions, static, seed):
-    try:
-        model = small_model(memory, local_attention=local)
-    except ValueError:
+    if (model := shared_model(memory, local)) is None:
         pytest.skip("undefined with sliding attention")
     rows = Rows(model, static, seed)
     with torch.no_grad():

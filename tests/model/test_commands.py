@@ -11,16 +11,6 @@ import elastic_memory as em
 from elastic_memory.cli import app
 from elastic_memory.commands import selfcheck
 from elastic_memory.data import load_tokenizer
-from tests.conftest import small_model
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A model of bytes, its tokenizer beside it."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    load_tokenizer("bytes").save(folder)
-    small_model(vocab_size=256, eos_token_id=None).save_pretrained(folder)
-    return folder
 
 
 def generate(*arguments):

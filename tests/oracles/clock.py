@@ -9,7 +9,7 @@ import torch
 from elastic_memory.sampling import sample_points
 from tests.oracles import hippo
 from tests.oracles.elastic import both
-from tests.oracles.parts import local
+from tests.oracles.parts import after_block_0
 
 
 def edges(window, tokens):
@@ -64,20 +64,13 @@ def learned(memory, head, keys):
 
 
 def layer(layer, x, memory):
-    outputs, size = [], layer.config.block_size
     group = layer.config.num_attention_heads // layer.config.num_key_value_heads
-    _, all_keys, all_values = layer.qkv(x)
-    for start in range(0, len(x), size):
-        block = x[start : start + size]
-        query, key, value = layer.qkv(block)
-        if start == 0:
-            mixed = local(layer, query, key, value)
+
+    def mix(query, key, value, keys, values):
+        if memory.rate == "constant":
+            read = torch.stack([reading(memory, head // group, keys.shape[1]) for head in range(len(key))])
         else:
-            if memory.rate == "constant":
-                read = torch.stack([reading(memory, head // group, start) for head in range(len(key))])
-            else:
-                read = torch.stack([learned(memory, i // group, all_keys[i, :start]) for i in range(len(key))])
-            remembered = read @ all_keys[:, :start], read @ all_values[:, :start]
-            mixed = both(layer, memory, query, remembered, (key, value))
-        outputs.append(layer.finish(block, mixed))
-    return torch.cat(outputs)
+            read = torch.stack([learned(memory, head // group, keys[head]) for head in range(len(key))])
+        return both(layer, memory, query, (read @ keys, read @ values), (key, value))
+
+    return after_block_0(layer, x, mix)

@@ -6,7 +6,7 @@ import torch
 from elastic_memory.sampling import sample_points
 from tests.oracles import hippo
 from tests.oracles.elastic import both, tokens_of
-from tests.oracles.parts import local
+from tests.oracles.parts import after_block_0
 
 
 def intervals(rule, now):
@@ -60,16 +60,9 @@ def reading(rule, tokens):
 
 
 def layer(layer, x, memory):
-    outputs, size = [], layer.config.block_size
-    _, all_keys, all_values = layer.qkv(x)
-    for start in range(0, len(x), size):
-        block = x[start : start + size]
-        query, key, value = layer.qkv(block)
-        if start == 0:
-            mixed = local(layer, query, key, value)
-        else:
-            read, mass = reading(memory.rule, start)
-            remembered = read @ all_keys[:, :start], read @ all_values[:, :start]
-            mixed = both(layer, memory, query, remembered, (key, value), mass if memory.adds_score else None)
-        outputs.append(layer.finish(block, mixed))
-    return torch.cat(outputs)
+    def mix(query, key, value, keys, values):
+        read, mass = reading(memory.rule, keys.shape[1])
+        mass = mass if memory.adds_score else None
+        return both(layer, memory, query, (read @ keys, read @ values), (key, value), mass)
+
+    return after_block_0(layer, x, mix)

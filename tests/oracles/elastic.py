@@ -3,28 +3,24 @@
 import torch
 
 from elastic_memory import hippo
-from tests.oracles.parts import causal, local
+from tests.oracles.parts import after_block_0, causal
 
 
 def layer(layer, x, memory):
-    outputs, size, bank = [], layer.config.block_size, memory.bank
-    _, all_keys, all_values = layer.qkv(x)
-    for start in range(0, len(x), size):
-        block = x[start : start + size]
-        query, key, value = layer.qkv(block)
-        if start == 0:
-            mixed = local(layer, query, key, value)
-        else:
-            read = hippo.basis(bank.order, bank.sample_points(start)) @ hippo.projection(bank.order, 0, start)
-            keys, values = read @ all_keys[:, :start], read @ all_values[:, :start]
-            if memory.length:
-                squares, norms = all_keys.square().sum(-1, keepdim=True), all_values.norm(dim=-1, keepdim=True)
-                keys = keys / keys.norm(dim=-1, keepdim=True) * (read @ squares[:, :start]).clamp_min(1e-12).sqrt()
-                values = values / values.norm(dim=-1, keepdim=True) * (read @ norms[:, :start]).clamp_min(0)
-            mass = tokens_of(bank.sample_points(start).tolist(), start) if memory.adds_score else None
-            mixed = both(layer, memory, query, (keys, values), (key, value), mass)
-        outputs.append(layer.finish(block, mixed))
-    return torch.cat(outputs)
+    bank = memory.bank
+
+    def mix(query, key, value, past_keys, past_values):
+        seen = past_keys.shape[1]
+        read = hippo.basis(bank.order, bank.sample_points(seen)) @ hippo.projection(bank.order, 0, seen)
+        keys, values = read @ past_keys, read @ past_values
+        if memory.length:
+            squares, norms = past_keys.square().sum(-1, keepdim=True), past_values.norm(dim=-1, keepdim=True)
+            keys = keys / keys.norm(dim=-1, keepdim=True) * (read @ squares).clamp_min(1e-12).sqrt()
+            values = values / values.norm(dim=-1, keepdim=True) * (read @ norms).clamp_min(0)
+        mass = tokens_of(bank.sample_points(seen).tolist(), seen) if memory.adds_score else None
+        return both(layer, memory, query, (keys, values), (key, value), mass)
+
+    return after_block_0(layer, x, mix)
 
 
 def tokens_of(places, seen):

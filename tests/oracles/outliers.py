@@ -5,7 +5,7 @@ import torch
 
 from tests.oracles import hippo
 from tests.oracles.elastic import both
-from tests.oracles.parts import local
+from tests.oracles.parts import after_block_0
 
 
 def novelty(order, keys, sizes):
@@ -29,24 +29,17 @@ def most(order, raw, keys, sizes):
 
 
 def layer(layer, x, memory):
-    outputs, size, bank = [], layer.config.block_size, memory.elastic.bank
-    _, all_keys, all_values = layer.qkv(x)
-    for start in range(0, len(x), size):
-        block = x[start : start + size]
-        query, key, value = layer.qkv(block)
-        if start == 0:
-            mixed = local(layer, query, key, value)
-        else:
-            looks = bank.sample_points(start).numpy()
-            read = torch.tensor(hippo.read(bank.order, looks) @ hippo.kernel(bank.order, 0, start, start))
-            sizes = [size] * (start // size)
-            kept = [most(bank.order, memory.raw, one[:start].detach().numpy(), sizes) for one in all_keys]
-            raw_keys, raw_values = (
-                torch.stack([one[index] for one, index in zip(signal, kept, strict=True)])
-                for signal in (all_keys, all_values)
-            )
-            keys = torch.cat((read @ all_keys[:, :start], raw_keys), dim=1)
-            values = torch.cat((read @ all_values[:, :start], raw_values), dim=1)
-            mixed = both(layer, memory, query, (keys, values), (key, value))
-        outputs.append(layer.finish(block, mixed))
-    return torch.cat(outputs)
+    size, bank = layer.config.block_size, memory.elastic.bank
+
+    def mix(query, key, value, keys, values):
+        seen = keys.shape[1]
+        looks = bank.sample_points(seen).numpy()
+        read = torch.tensor(hippo.read(bank.order, looks) @ hippo.kernel(bank.order, 0, seen, seen))
+        kept = [most(bank.order, memory.raw, one.detach().numpy(), [size] * (seen // size)) for one in keys]
+        remembered = []
+        for signal in (keys, values):
+            raw = torch.stack([one[index] for one, index in zip(signal, kept, strict=True)])
+            remembered.append(torch.cat((read @ signal, raw), dim=1))
+        return both(layer, memory, query, remembered, (key, value))
+
+    return after_block_0(layer, x, mix)

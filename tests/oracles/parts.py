@@ -72,6 +72,21 @@ def local(layer, query, key, value):
     return attend(layer.rope(query, positions), layer.rope(key, positions), value, causal(query.shape[1]))
 
 
+def after_block_0(layer, x, mix):
+    """What leaves a layer whose first block attends to itself alone, and each later one as `mix` says.
+
+    `mix` gets the block's queries, keys and values, then the keys and values of all tokens before it.
+    """
+    outputs, size = [], layer.config.block_size
+    _, all_keys, all_values = layer.qkv(x)
+    for start in range(0, len(x), size):
+        block = x[start : start + size]
+        own = layer.qkv(block)
+        mixed = mix(*own, all_keys[:, :start], all_values[:, :start]) if start else local(layer, *own)
+        outputs.append(layer.finish(block, mixed))
+    return torch.cat(outputs)
+
+
 def hidden(model, embeds, memory_layer):
     """What leaves the last layer, for [token, width] that enters the first."""
     for index in range(model.config.num_hidden_layers):

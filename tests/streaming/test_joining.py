@@ -1,5 +1,7 @@
 """Caches that end a text early, that are joined, and that read blocks side by side, against one stream in order."""
 
+import multiprocessing
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -453,7 +455,9 @@ def shares(rank, folder):
 
 
 def test_processes_read_a_share_each_and_all_get_the_whole(tmp_path):
-    torch.multiprocessing.spawn(shares, args=(str(tmp_path),), nprocs=3)
+    # A server that has imported this file starts all of them, so that they need not import torch one by one.
+    multiprocessing.set_forkserver_preload([__name__])
+    torch.multiprocessing.start_processes(shares, (str(tmp_path),), 3, start_method="forkserver")
     model = small("elastic")
     for number, ids in enumerate((tokens(2, 17 * BLOCK + 3), tokens(2, 2 * BLOCK + 1, 2))):
         for rank in range(3):

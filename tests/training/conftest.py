@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from elastic_memory.data import prepare
 from elastic_memory.training import session
 from elastic_memory.training.recipe import RECIPES, Recipe, load_recipe
+from tests.conftest import disturber
 
 QUICK = [
     "training.length=128", "training.batch_tokens=512", "training.tokens=6144", "execution.micro_batch=2",
@@ -71,15 +73,22 @@ def same_weights(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.fixture
-def stopped_at_8(quick, corpus, tmp_path, disturb):
-    """A run that died in step 9, with checkpoints of steps 4 and 8."""
+@pytest.fixture(scope="session")
+def died_in_step_9(corpus, tmp_path_factory) -> Path:
+    """The folder of a run that did, for tests that copy it."""
 
     def crash(model, out):
         raise KeyError
 
-    disturb([17], crash)
-    with pytest.raises(KeyError):
-        session.train(quick, corpus, tmp_path)
-    (run,) = tmp_path.glob("*-*")
+    out = tmp_path_factory.mktemp("died")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
+        disturber(patch)([17], crash)
+        session.train(load_recipe(RECIPES / "smoke" / "elastic.yaml", QUICK), corpus, out)
+    (run,) = out.glob("*-*")
     return run
+
+
+@pytest.fixture
+def stopped_at_8(died_in_step_9, tmp_path) -> Path:
+    """A run that died in step 9, with checkpoints of steps 4 and 8."""
+    return Path(shutil.copytree(died_in_step_9, tmp_path / died_in_step_9.name))
