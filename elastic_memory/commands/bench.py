@@ -33,7 +33,7 @@ def bench(
     import elastic_memory as em
     from elastic_memory.common.environment import environment, hardware
     from elastic_memory.common.files import check_replaceable, write_json
-    from elastic_memory.common.progress import progress_bar
+    from elastic_memory.common.progress import Bars
     from elastic_memory.evaluation.throughput import Workload, throughput
     from elastic_memory.memory import MEMORIES
     from elastic_memory.report.tables import Table
@@ -54,8 +54,8 @@ def bench(
         model.to(device)
         if device == "cuda":
             model.compile_blocks()
-    with progress_bar(transient=True) as progress:
-        task = progress.add_task("timing, after warm-up", total=work.rounds)
+    with Bars(transient=True) as progress:
+        task = progress.add_task("timing, after warm-up", total=work.rounds, unit="rounds")
         timed = throughput(models, work, lambda rounds: progress.advance(task, rounds))
 
     title = f"{size}, {multiple}x memory, samples of {work.length} tokens, {rows} at a time, on {hardware()}"

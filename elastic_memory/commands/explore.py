@@ -75,10 +75,16 @@ def explore(
 
 def _document(name: str, reader: tuple[Any, Any], words: str, tokens: int) -> dict[str, Any]:
     """What the page shows of a model that reads a text."""
+    from elastic_memory.common.progress import Bars
     from elastic_memory.report import explorer
 
-    typer.echo(f"{name} reads the text", err=True)
-    return explorer.document(*reader, words, name, tokens)
+    with Bars() as progress:
+        bar = progress.add_task(f"{name} reads the text", total=None, unit="tokens")
+
+        def watch(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        return explorer.document(*reader, words, name, tokens, watch)
 
 
 def _check(folders: list[Path], memories: list[Path], text: Path | None, serve: bool) -> None:

@@ -207,11 +207,10 @@ def _encode(path: Path, encoder: Any, hashed: Any) -> Any:
 
 def _watched(ids: Any, name: str) -> Iterator[Any]:
     """The ids in long pieces, with a progress bar."""
-    from rich.console import Console
-    from rich.progress import Progress
+    from elastic_memory.common.progress import Bars
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=ids.shape[1])
+    with Bars(transient=True) as progress:
+        task = progress.add_task(name, total=ids.shape[1], unit="tokens")
         for piece in ids.split(READ, dim=1):
             yield piece
             progress.advance(task, piece.shape[1])

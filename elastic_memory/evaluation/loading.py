@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.utils import logging
 
 from elastic_memory.common.files import sha256
+from elastic_memory.common.progress import transformers_bars
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import load_tokenizer
 from elastic_memory.data.places import missing_folder
@@ -61,7 +62,7 @@ def _load(path: str) -> Any:
         check_tensors(Path(where), quantized=hasattr(config, "quantization_config"))
     # Weights as numbers: packed ones could be neither trained nor saved.
     unpacked = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {}
-    with _missing(path), _quiet(bool(getattr(config, SAVED, None))):
+    with _missing(path), _quiet(bool(getattr(config, SAVED, None))), transformers_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where, config=config, output_loading_info=True, trust_remote_code=False, **gguf, **unpacked
         )
