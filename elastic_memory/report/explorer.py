@@ -171,7 +171,7 @@ def _memory_subject(
         "kind": "memory",
         "name": path.name.removesuffix(SUFFIX),
         "memory": ", ".join(dict.fromkeys(name.rsplit(" ", 1)[0] for name in states)) or "no polynomial to draw",
-        "model": str(told.get("model") or "unnamed"),
+        "model": str(told.get("model") or ""),
         "tokens": told["seen"][0],
         "open": told["opened"][0],
         "parts": [[str(name or "unnamed"), tokens] for name, tokens, _ in parts],
