@@ -32,7 +32,7 @@ def bench(
 
     import elastic_memory as em
     from elastic_memory.common.environment import environment, hardware
-    from elastic_memory.common.files import check_replaceable, write_json
+    from elastic_memory.common.files import check_writable, write_json
     from elastic_memory.common.progress import Bars
     from elastic_memory.evaluation.throughput import Workload, throughput
     from elastic_memory.memory import MEMORIES
@@ -41,7 +41,7 @@ def bench(
     check_range(1, rows=rows, length=length, repeats=repeats)
     check_range(1, 1000, multiple=multiple)
     if out:
-        check_replaceable(out)
+        check_writable(out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = preset or ("100m" if device == "cuda" else "tiny")
     names = ["none", *(name for name in memory or MEMORIES if name != "none")]

@@ -39,7 +39,7 @@ def explore(
 
         elastic explore runs/my-model --serve
     """  # fmt: skip
-    from elastic_memory.common.files import write_text
+    from elastic_memory.common.files import check_writable, write_text
     from elastic_memory.report import explorer
     from elastic_memory.report.explorer_server import Server
 
@@ -51,6 +51,8 @@ def explore(
     refuse_unused(context, *(["with --serve", "out"] if serve else ["without --serve", "port"]))
     if not folders:
         refuse_unused(context, "without a model to read a text", "tokens", "tokenizer")
+    if not serve:
+        check_writable(out)
     book = _read(text) if text else None
     kept = explorer.memory_files(memories)
     readers = _readers([str(path) for path in folders], tokenizer)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.generate import READ, chunks, encoded, load
-from elastic_memory.commands.options import Command
+from elastic_memory.commands.options import Command, one_line
 
 SUFFIX = ".memory.safetensors"
 
@@ -221,7 +221,7 @@ def _report(work: Any, *arguments: Any) -> str | None:
     try:
         typer.echo(work(*arguments))
     except (ValueError, OSError) as error:
-        return str(error)
+        return one_line(error)
     return None
 
 

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,17 @@ def check_replaceable(path: Path) -> None:
     """Refuse to write where a folder, a device or a pipe is."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}: name a file to write")
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before the work whose result it shall hold, a file that could not be written; leaves nothing behind."""
+    check_replaceable(path)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 @contextmanager
