@@ -12,8 +12,6 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
 from rich.table import Column
 from rich.text import Text
 
-from elastic_memory.common.environment import is_main
-
 EVERY = 60  # seconds between two lines of a log
 PERIOD = 600  # seconds that a rate is the mean of: some steps take minutes
 
@@ -29,6 +27,8 @@ class Bars(Progress):
     """
 
     def __init__(self, transient: bool = False) -> None:
+        from elastic_memory.common.environment import is_main  # imports torch, which help does not need
+
         self.logged = is_main() and not console.is_terminal
         super().__init__(
             _Cell(_description, "left", no_wrap=False), BarColumn(), _Cell(_amount), _Cell(_rate), _Cell(_left),
