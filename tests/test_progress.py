@@ -1,5 +1,6 @@
 """Whatever takes long says how far it is, how fast, and how long still: in one style, by one helper."""
 
+import hashlib
 import io
 import re
 import sys
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from elastic_memory.common import progress
-from elastic_memory.common.progress import Bars, transformers_bars
+from elastic_memory.common.progress import Bars, transformers_bars, watched_sha256
 from tests.test_common import holding
 
 PACKAGE = Path(progress.__file__).parents[1]
@@ -124,6 +125,15 @@ def test_loading_and_saving_a_model_shows_our_bars(screen, tmp_path, capsys):
     assert any(line.startswith("writing model shards") for line in frames(drawn))
     assert "Loading" not in capsys.readouterr().err
     assert logging.set_tqdm_hook(None) is None, "the hook was left behind"
+
+
+def test_the_sum_of_a_large_file_shows_a_bar(screen, tmp_path, monkeypatch):
+    (tmp_path / "weights").write_bytes(bytes(3 * 2**20 + 5))
+    plain = watched_sha256(tmp_path / "weights")
+    drawn = screen(80)
+    monkeypatch.setattr(progress, "LARGE", 10)
+    assert watched_sha256(tmp_path / "weights") == plain == hashlib.sha256(bytes(3 * 2**20 + 5)).hexdigest()
+    assert re.search(r"checking weights .* 3\.1 MB/3\.1 MB", frames(drawn)[-1]), frames(drawn)
 
 
 def _commands(tmp_path):

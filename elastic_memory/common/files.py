@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -85,7 +85,11 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hex."""
+def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    """The SHA-256 of a file's content, in hex; `advance` is told how many more bytes were read."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()

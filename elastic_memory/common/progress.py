@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,9 +13,11 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
 from rich.table import Column
 from rich.text import Text
 
+from elastic_memory.common.files import sha256
+
 EVERY = 60  # seconds between two lines of a log
 PERIOD = 600  # seconds that a rate is the mean of: some steps take minutes
-
+LARGE = 2**30  # bytes of a file whose sum takes a while
 
 console = Console(stderr=True, soft_wrap=True)  # one for all: bars may be opened inside others
 
@@ -103,6 +106,16 @@ def _rate(task: Task) -> str:
 def _left(task: Task) -> str:
     left = task.time_remaining
     return "" if left is None or task.finished else f"{timedelta(seconds=int(left))} left"
+
+
+def watched_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hex; of a large file with a bar."""
+    size = path.stat().st_size
+    if size < LARGE:
+        return sha256(path)
+    with Bars(transient=True) as progress:
+        bar = progress.add_task(f"checking {path.name}", total=size, unit="bytes")
+        return sha256(path, lambda count: progress.advance(bar, count))
 
 
 @contextmanager

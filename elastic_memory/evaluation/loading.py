@@ -12,8 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.utils import logging
 
-from elastic_memory.common.files import sha256
-from elastic_memory.common.progress import transformers_bars
+from elastic_memory.common.progress import transformers_bars, watched_sha256
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import load_tokenizer
 from elastic_memory.data.places import missing_folder
@@ -43,7 +42,7 @@ def starting_model(path: str) -> StartingModel:
         raise ValueError(f"--from {path}: a model without memory; give it one with elastic attach {path} --out FOLDER")
     check_files(folder)
     files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    sums = " ".join(f"{file.name} {sha256(file)}" for file in files)
+    sums = " ".join(f"{file.name} {watched_sha256(file)}" for file in files)
     return StartingModel(
         path=path,
         sha256=hashlib.sha256(sums.encode()).hexdigest(),
