@@ -3,14 +3,12 @@
 import importlib
 import inspect
 import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from elastic_memory.commands.options import Command
+from elastic_memory.commands.options import Command, one_line
 
 COMMANDS = {
     "demo": "See the memory at work on this machine, in a few minutes.",
@@ -79,20 +77,8 @@ def main() -> None:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if not isinstance(error, EXPECTED) and not kinds & EXPECTED_BY_NAME:
             raise
-        print(f"elastic: {_one_line(error)}", file=sys.stderr)
+        print(f"elastic: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
-
-
-def _one_line(error: Exception) -> str:
-    """The error in one line; with a place in the code if the message alone would not explain it."""
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    text = " ".join(str(error).split())
-    if isinstance(error, KeyError | RecursionError):
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{text} is missing" if isinstance(error, KeyError) else "a file is nested too deeply"
-        return f"{what}: a file is not as expected (found by {Path(place.filename).name} line {place.lineno})"
-    return text or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -123,6 +123,29 @@ def test_errors_of_our_own_keep_their_traceback(monkeypatch, capsys):
         cli.main()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["evaluate", "model", "--metric", "recall"], ["bench"], ["explore", "model", "--text", __file__, "--no-open"]],
+    ids=lambda command: command[0],
+)
+def test_where_nothing_can_be_written_is_said_before_the_work(command, tmp_path, monkeypatch, capsys):
+    """To a folder that is not there yet, in one without permission: root may write anywhere, so that is imitated."""
+    from elastic_memory.common import files
+
+    asked = []
+
+    def refuse(dir):
+        asked.append(dir)
+        raise PermissionError(errno.EACCES, "Permission denied", "tmp1234")
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    code, _, told = call(monkeypatch, capsys, *command, "--out", "new/result")
+    assert code == 2 and told == "elastic: new/result: Permission denied\n"
+    assert asked == [tmp_path] and not (tmp_path / "new").exists()
+
+
 def test_a_full_disk_under_a_report_is_one_line(place, tmp_path):
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
     words = [sys.executable, "-c", limited + START, "report", str(place / "results"), "--out", str(tmp_path / "r.html")]

@@ -158,6 +158,15 @@ def test_the_readmes_figures_link_to_their_records():
         assert re.search(r"\]\((results|benchmarks)/", section), section
 
 
+def test_the_readme_measures_nothing_without_a_link_to_its_record():
+    text = re.sub(
+        r"<!-- results -->.*<!-- /results -->|```.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL
+    )
+    for sentence in re.split(r"\n\n|(?<=\.)\s", text):
+        if re.search(r"\d%|\d (?:times|tokens/s|minutes|seconds|MiB|GiB)\b|[Cc]osts|faster", sentence):
+            assert re.search(r"\]\((results|benchmarks)/", sentence), sentence
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_say_how_to_run_them(name):
     assert f"python examples/{name}" in ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text()))

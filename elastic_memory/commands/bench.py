@@ -32,8 +32,8 @@ def bench(
 
     import elastic_memory as em
     from elastic_memory.common.environment import environment, hardware
-    from elastic_memory.common.files import check_replaceable, write_json
-    from elastic_memory.common.progress import progress_bar
+    from elastic_memory.common.files import check_writable, write_json
+    from elastic_memory.common.progress import Bars
     from elastic_memory.evaluation.throughput import Workload, throughput
     from elastic_memory.memory import MEMORIES
     from elastic_memory.report.tables import Table
@@ -41,7 +41,7 @@ def bench(
     check_range(1, rows=rows, length=length, repeats=repeats)
     check_range(1, 1000, multiple=multiple)
     if out:
-        check_replaceable(out)
+        check_writable(out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = preset or ("100m" if device == "cuda" else "tiny")
     names = ["none", *(name for name in memory or MEMORIES if name != "none")]
@@ -54,8 +54,8 @@ def bench(
         model.to(device)
         if device == "cuda":
             model.compile_blocks()
-    with progress_bar(transient=True) as progress:
-        task = progress.add_task("timing, after warm-up", total=work.rounds)
+    with Bars(transient=True) as progress:
+        task = progress.add_task("timing, after warm-up", total=work.rounds, unit="rounds")
         timed = throughput(models, work, lambda rounds: progress.advance(task, rounds))
 
     title = f"{size}, {multiple}x memory, samples of {work.length} tokens, {rows} at a time, on {hardware()}"

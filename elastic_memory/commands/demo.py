@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from elastic_memory.commands.options import check_range
-from elastic_memory.common.progress import progress_bar
+from elastic_memory.common.progress import Bars
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,8 +189,8 @@ def _learned(folder: Path, memory: dict[str, str], seed: int, name: str) -> Any:
     if (folder / "model.safetensors").exists():
         return em.MemoryLlamaForCausalLM.from_pretrained(folder).eval()
     model = build(memory, PLANS["smoke"]["model"], seed)
-    with progress_bar() as progress:
-        bar = progress.add_task(f"training {name}", total=RECALL_STEPS)
+    with Bars() as progress:
+        bar = progress.add_task(f"training {name}", total=RECALL_STEPS, unit="steps")
         learn(
             model, "passkey", BOOK_BLOCKS, RECALL_STEPS, rows=32, learning_rate=3e-3, seed=seed,
             report=lambda step, loss: progress.advance(bar),
@@ -208,7 +208,7 @@ def _asked(model: Any, name: str, seed: int) -> list[dict[str, Any]]:
     from elastic_memory.evaluation.recall import recall
 
     results = []
-    with progress_bar(transient=True) as progress:
+    with Bars(transient=True) as progress:
         for distance in progress.track(DISTANCES, description=f"asking {name}"):
             results += recall(model, "passkey", [distance], samples=QUESTIONS, seed=seed + 1)
     return [{"row": name, **dataclasses.asdict(result)} for result in results]

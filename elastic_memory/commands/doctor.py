@@ -68,7 +68,7 @@ def _machine(device: Any) -> Iterator[tuple[str, str]]:
 
     yield "platform", platform.platform()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "CPU", f"{cores} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    yield "CPU", f"{cores} cores, torch uses {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
     yield "load", ", ".join(f"{load:.1f}" for load in os.getloadavg())
     for index in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))

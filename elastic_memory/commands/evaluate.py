@@ -140,14 +140,14 @@ def _evaluate(
     checkpoint: str, metrics: list[str], rows: Any, limit: int | None, out: Path | None, **fields: Any
 ) -> None:
     """Load the model, evaluate it, print the results and write them; `fields` are those of `Evaluation`."""
-    from elastic_memory.common.files import check_replaceable
+    from elastic_memory.common.files import check_writable
     from elastic_memory.evaluation.inputs import Spread
     from elastic_memory.evaluation.loading import tokenizer_of
     from elastic_memory.evaluation.metrics import Evaluation
     from elastic_memory.evaluation.record import with_progress, write_record
 
     if out:
-        check_replaceable(out)
+        check_writable(out)
         fields |= {"keys": fields["keys"] or out.parent / "keys", "partial": out.with_name(f".{out.name}.partial")}
     if rows is not None:
         identity = {"data": rows.fingerprint, "split": rows.split}

@@ -39,7 +39,7 @@ def explore(
 
         elastic explore runs/my-model --serve
     """  # fmt: skip
-    from elastic_memory.common.files import write_text
+    from elastic_memory.common.files import check_writable, write_text
     from elastic_memory.report import explorer
     from elastic_memory.report.explorer_server import Server
 
@@ -51,6 +51,8 @@ def explore(
     refuse_unused(context, *(["with --serve", "out"] if serve else ["without --serve", "port"]))
     if not folders:
         refuse_unused(context, "without a model to read a text", "tokens", "tokenizer")
+    if not serve:
+        check_writable(out)
     book = _read(text) if text else None
     kept = explorer.memory_files(memories)
     readers = _readers([str(path) for path in folders], tokenizer)
@@ -75,10 +77,16 @@ def explore(
 
 def _document(name: str, reader: tuple[Any, Any], words: str, tokens: int) -> dict[str, Any]:
     """What the page shows of a model that reads a text."""
+    from elastic_memory.common.progress import Bars
     from elastic_memory.report import explorer
 
-    typer.echo(f"{name} reads the text", err=True)
-    return explorer.document(*reader, words, name, tokens)
+    with Bars() as progress:
+        bar = progress.add_task(f"{name} reads the text", total=None, unit="tokens")
+
+        def watch(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        return explorer.document(*reader, words, name, tokens, watch)
 
 
 def _check(folders: list[Path], memories: list[Path], text: Path | None, serve: bool) -> None:

@@ -156,15 +156,14 @@ def _read(
     model: Any, cache: "MemoryCache", encoder: "Tokenizer", path: Path, memory: Path | None, digest: str | None
 ) -> "MemoryCache":
     """The cache after reading a text, saved to `memory`; or `cache` itself, if it has read that text already."""
-    from rich.console import Console
-    from rich.progress import Progress
+    from elastic_memory.common.progress import Bars
 
     hashed = hashlib.blake2b(digest_size=16)
     reading = cache.fork()
     if digest not in cache.texts:
         # Standard output is for the generated text only.
-        with Progress(console=Console(stderr=True), transient=True) as progress, path.open("rb") as file:
-            task = progress.add_task("reading", total=path.stat().st_size if path.is_file() else None)
+        with Bars(transient=True) as progress, path.open("rb") as file:
+            task = progress.add_task("reading", total=path.stat().st_size if path.is_file() else None, unit="bytes")
             texts = chunks(file, path, hashed)
 
             def pieces() -> "Iterator[np.ndarray]":

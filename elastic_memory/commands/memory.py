@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.generate import READ, chunks, encoded, load
-from elastic_memory.commands.options import Command
+from elastic_memory.commands.options import Command, one_line
 
 SUFFIX = ".memory.safetensors"
 
@@ -207,11 +207,10 @@ def _encode(path: Path, encoder: Any, hashed: Any) -> Any:
 
 def _watched(ids: Any, name: str) -> Iterator[Any]:
     """The ids in long pieces, with a progress bar."""
-    from rich.console import Console
-    from rich.progress import Progress
+    from elastic_memory.common.progress import Bars
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=ids.shape[1])
+    with Bars(transient=True) as progress:
+        task = progress.add_task(name, total=ids.shape[1], unit="tokens")
         for piece in ids.split(READ, dim=1):
             yield piece
             progress.advance(task, piece.shape[1])
@@ -222,7 +221,7 @@ def _report(work: Any, *arguments: Any) -> str | None:
     try:
         typer.echo(work(*arguments))
     except (ValueError, OSError) as error:
-        return str(error)
+        return one_line(error)
     return None
 
 

@@ -1,7 +1,9 @@
-"""What several commands share: how they begin, and checks of options."""
+"""What several commands share: how they begin, checks of options, and errors as one line."""
 
 import importlib
 import signal
+import traceback
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -39,3 +41,15 @@ def check_range(least: int, most: float = float("inf"), **options: float | list[
             if value is not None and not least <= value <= most:
                 bounds = f"{least:,} or more" if most == float("inf") else f"{least:,} to {most:,}"
                 raise ValueError(f"--{name.replace('_', '-')} {value}: give {bounds}")
+
+
+def one_line(error: Exception) -> str:
+    """The error in one line; with a place in the code if the message alone would not explain it."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split())
+    if isinstance(error, KeyError | RecursionError):
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{text} is missing" if isinstance(error, KeyError) else "a file is nested too deeply"
+        return f"{what}: a file is not as expected (found by {Path(place.filename).name} line {place.lineno})"
+    return text or type(error).__name__

@@ -66,14 +66,12 @@ def prepare(
 
 def _run(sources: list[str], out: Path, **options: Any) -> dict[str, Any] | None:
     """`elastic_memory.data.prepare` with a progress bar; its manifest."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
+    from elastic_memory.common.progress import Bars
     from elastic_memory.data.prepare import PrepareProgress
     from elastic_memory.data.prepare import prepare as run
 
-    columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
-    bar = Progress(TextColumn("{task.description}"), *columns, console=_console(stderr=True))
-    task = bar.add_task("reading", total=None)
+    bar = Bars()
+    task = bar.add_task("reading", total=None, unit="bytes")
 
     def watch(state: PrepareProgress) -> None:
         bar.start()  # only once there is progress: an error in the arguments stays one line
@@ -117,6 +115,7 @@ def _inspect(folder: Path) -> None:
 
 
 def _show(folder: Path, manifest: dict[str, Any]) -> None:
+    from rich.console import Console
     from rich.table import Table
 
     from elastic_memory.data.parts import SPLITS
@@ -124,7 +123,7 @@ def _show(folder: Path, manifest: dict[str, Any]) -> None:
     table = Table("split", "documents", "tokens", "rows", title=f"rows of {manifest['length']:,} tokens")
     for split, facts in manifest["splits"].items():
         table.add_row(split, *(f"{facts[key]:,}" for key in ("documents", "tokens", "rows")))
-    _console().print(table)
+    Console().print(table)
     tokenizer, skipped = manifest["tokenizer"], manifest["skipped"]
     print(f"tokenizer {tokenizer['name']} ({tokenizer['vocab_size']:,} ids, sha256 {tokenizer['sha256'][:12]})")
     print("licences: " + ", ".join(f"{name} ({count})" for name, count in manifest["source"]["licences"].items()))
@@ -133,9 +132,3 @@ def _show(folder: Path, manifest: dict[str, Any]) -> None:
     if missing:
         print(f"no document fell into {' and '.join(missing)}: see --shares")
     print(f"in {folder}")
-
-
-def _console(stderr: bool = False) -> Any:
-    from rich.console import Console
-
-    return Console(stderr=stderr)

@@ -26,7 +26,7 @@ def selfcheck(
     from rich.console import Console
     from rich.table import Table
 
-    from elastic_memory.common.progress import progress_bar
+    from elastic_memory.common.progress import Bars
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -37,7 +37,7 @@ def selfcheck(
     table = Table(
         "check", "largest error", "bound", "", title=f"elastic selfcheck on {device}, torch {torch.__version__}"
     )
-    with progress_bar(transient=True) as progress:
+    with Bars(transient=True) as progress:
         for name, error, bound in progress.track(checks(device, compiled), count(compiled), description="checking"):
             good = error <= bound
             failed += not good

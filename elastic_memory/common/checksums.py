@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from elastic_memory.common.files import sha256, write_json
+from elastic_memory.common.files import write_json
+from elastic_memory.common.progress import watched_sha256
 from elastic_memory.common.strict import read_json
 
 MANIFEST = "manifest.json"
@@ -23,7 +24,7 @@ class IncompleteError(ValueError):
 def write_manifest(folder: Path, run: str, step: int, without: tuple[str, ...] = ()) -> None:
     """List the files of a folder with sizes and sums, and which run and step they belong to."""
     files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": watched_sha256(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in (MANIFEST, *without)
     }
@@ -57,7 +58,7 @@ def verify(folder: Path, run: str | None = None, step: int | None = None) -> dic
     for name, (size, digest) in listed.items():
         if name not in missing and (folder / name).stat().st_size != size:
             raise DamagedError(f"{folder.name}/{name}: {(folder / name).stat().st_size:,} bytes, {size:,} were written")
-        if name not in missing and sha256(folder / name) != digest:
+        if name not in missing and watched_sha256(folder / name) != digest:
             raise DamagedError(f"{folder.name}/{name}: SHA-256 differs from the one written")
     if missing:
         raise IncompleteError(f"{folder.name}: {', '.join(missing)} missing")

@@ -4,7 +4,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +17,17 @@ def check_replaceable(path: Path) -> None:
     """Refuse to write where a folder, a device or a pipe is."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}: name a file to write")
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before the work whose result it shall hold, a file that could not be written; leaves nothing behind."""
+    check_replaceable(path)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -73,7 +85,11 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hex."""
+def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    """The SHA-256 of a file's content, in hex; `advance` is told how many more bytes were read."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_memory.common.files import sha256
 from elastic_memory.common.names import suggest
+from elastic_memory.common.progress import watched_sha256
 from elastic_memory.data.tokenizers import Tokenizer, load_tokenizer
 from elastic_memory.shapes import Tensor
 
@@ -104,7 +104,7 @@ class Samples:
         self._verify(self._rows, "sha256")
 
     def _verify(self, path: Path, key: str) -> None:
-        if sha256(path) != self.manifest["splits"][self.split][key]:
+        if watched_sha256(path) != self.manifest["splits"][self.split][key]:
             raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest; prepare the corpus again")
 
     def verify(self) -> None:

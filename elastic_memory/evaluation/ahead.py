@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from rich.progress import track
 
+from elastic_memory.common.progress import Bars
 from elastic_memory.common.speedups import find
 from elastic_memory.evaluation.throughput import evaluate_once, tensor_cores, train_once
 from elastic_memory.memory import MEMORIES, ParallelMemory
@@ -23,15 +23,15 @@ from elastic_memory.model import MemoryLlamaConfig, MemoryLlamaForCausalLM
 
 def compile_ahead(configs: Sequence[MemoryLlamaConfig], rows: int, length: int, processes: int = 4) -> None:
     """Compile training steps and evaluation on `rows` samples; a model that fails here is compiled when it is timed."""
-    with ThreadPoolExecutor(processes) as pool:
+    with ThreadPoolExecutor(processes) as pool, Bars(transient=True) as progress:
         results = pool.map(lambda config: _failure(config, rows, length), configs)
-        reasons = list(track(results, description="compiling", total=len(configs)))
-    failed = [config for config, reason in zip(configs, reasons, strict=True) if reason]
-    # One at a time: several may have needed too much memory.
-    for config in track(failed, description="compiling again", disable=not failed):
-        reason = _failure(config, rows, length)
-        if reason:
-            warnings.warn(f"a model was not compiled ahead: {reason}", stacklevel=2)
+        reasons = list(progress.track(results, len(configs), description="compiling"))
+        failed = [config for config, reason in zip(configs, reasons, strict=True) if reason]
+        # One at a time: several may have needed too much memory.
+        for config in progress.track(failed, description="compiling again") if failed else ():
+            reason = _failure(config, rows, length)
+            if reason:
+                warnings.warn(f"a model was not compiled ahead: {reason}", stacklevel=2)
 
 
 def _failure(config: MemoryLlamaConfig, rows: int, length: int) -> str | None:

@@ -9,6 +9,7 @@ import torch
 
 from elastic_memory.common.checksums import write_manifest
 from elastic_memory.common.files import publish, write_text
+from elastic_memory.common.progress import transformers_bars
 from elastic_memory.evaluation.loading import load_model, tokenizer_of
 from elastic_memory.model import attach_memory
 from elastic_memory.model.modeling import MemoryCausalLM
@@ -51,7 +52,8 @@ def _write(model: Any, tokenizer: Any, source: str, out: Path) -> None:
     shutil.rmtree(staged, ignore_errors=True)
     try:
         tokenizer.save(staged)
-        model.save_pretrained(staged)
+        with transformers_bars():
+            model.save_pretrained(staged)
         write_text(staged / "README.md", _card(model, Path(source).name))
         write_manifest(staged, f"attached to {Path(source).name}", 0, without=("README.md",))
         publish(staged, out)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.utils import logging
 
-from elastic_memory.common.files import sha256
+from elastic_memory.common.progress import transformers_bars, watched_sha256
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import load_tokenizer
 from elastic_memory.data.places import missing_folder
@@ -42,7 +42,7 @@ def starting_model(path: str) -> StartingModel:
         raise ValueError(f"--from {path}: a model without memory; give it one with elastic attach {path} --out FOLDER")
     check_files(folder)
     files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    sums = " ".join(f"{file.name} {sha256(file)}" for file in files)
+    sums = " ".join(f"{file.name} {watched_sha256(file)}" for file in files)
     return StartingModel(
         path=path,
         sha256=hashlib.sha256(sums.encode()).hexdigest(),
@@ -61,7 +61,7 @@ def _load(path: str) -> Any:
         check_tensors(Path(where), quantized=hasattr(config, "quantization_config"))
     # Weights as numbers: packed ones could be neither trained nor saved.
     unpacked = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {}
-    with _missing(path), _quiet(bool(getattr(config, SAVED, None))):
+    with _missing(path), _quiet(bool(getattr(config, SAVED, None))), transformers_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where, config=config, output_loading_info=True, trust_remote_code=False, **gguf, **unpacked
         )

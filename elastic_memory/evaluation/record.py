@@ -1,49 +1,26 @@
 """Run an evaluation with progress bars, and record everything that its numbers depend on."""
 
 import dataclasses
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 
 from elastic_memory.common.environment import environment
 from elastic_memory.common.files import write_json
-from elastic_memory.common.progress import progress_bar
+from elastic_memory.common.progress import Bars
 from elastic_memory.data import Samples
 from elastic_memory.evaluation.metrics import METRICS, Evaluation, evaluate, work
 
 
 def with_progress(evaluation: Evaluation, metrics: Sequence[str]) -> dict[str, Any]:
-    """Each metric's result by name; shows a bar per metric, or one line per minute in a log."""
+    """Each metric's result by name; shows a bar per metric."""
     totals = {name: work(evaluation, name) for name in metrics if name in METRICS}
-    if not Console(stderr=True).is_terminal:
-        return evaluate(evaluation, metrics, _Lines(totals))
-    with progress_bar() as progress:
+    with Bars() as progress:
         bars = {name: progress.add_task(name, total=total) for name, total in totals.items()}
         return evaluate(evaluation, metrics, lambda name, count: progress.advance(bars[name], count))
-
-
-class _Lines:
-    """Progress for a log."""
-
-    def __init__(self, totals: dict[str, int]) -> None:
-        self.totals, self.done = totals, dict.fromkeys(totals, 0)
-        self.begun: dict[str, float] = {}
-        self.told = time.monotonic()
-
-    def __call__(self, name: str, count: int) -> None:
-        self.done[name] += count
-        now, done = time.monotonic(), self.done[name]
-        begun = self.begun.setdefault(name, now)
-        if now - self.told > 60 and done:
-            self.told = now
-            left = (now - begun) / done * (self.totals[name] - done) / 60
-            print(f"{name}  {done:,}/{self.totals[name]:,}  {left:,.0f} minutes left", file=sys.stderr, flush=True)
 
 
 def write_record(

@@ -21,6 +21,7 @@ from elastic_memory.evaluation.words import word, words
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 HOPS = 4  # of a chain of variables
+EXAMPLE = 500  # tokens of the worked example of such a chain
 COMMON = 10  # words to be found
 LENGTHS = (4096, 8192)
 SAMPLES = 16
@@ -33,7 +34,7 @@ class Prompt(NamedTuple):
     answers: list[str]
 
 
-def niah(size: int, random: Random, short: bool = False) -> Prompt:
+def niah(size: int, random: Random) -> Prompt:
     """A number in `size` lines of repeated text."""
     key, value = word(random), str(random.randint(10**6, 10**7 - 1))
     lines = [NOISE] * size
@@ -47,9 +48,9 @@ def niah(size: int, random: Random, short: bool = False) -> Prompt:
     )
 
 
-def variables(size: int, random: Random, short: bool = False) -> Prompt:
-    """A value and a chain of variables in `size` lines of repeated text."""
-    example = _chain(HOPS + 1, random, letters=3)
+def variables(size: int, random: Random, shown: int = HOPS + 1) -> Prompt:
+    """A value and a chain of variables in `size` lines of repeated text, after an example in `shown` lines."""
+    example = _chain(shown, random, letters=3)
     asked = _chain(size, random, letters=5)
     return Prompt(f"{example.text} {' '.join(example.answers)}\n\n{asked.text}", asked.answers)
 
@@ -98,15 +99,25 @@ def _listed(size: int, often: int, seldom: int, random: Random) -> Prompt:
     )
 
 
+def _shown(tokenizer: Tokenizer) -> int:
+    """Lines of the example of `variables`: as many as fit into `EXAMPLE` tokens."""
+    return _most(HOPS + 1, lambda size: len(tokenizer.encode(_chain(size, Random(0), letters=3).text)) <= EXAMPLE)
+
+
 class Task(NamedTuple):
-    """How prompts are made, the least size of one, and how many tokens an answer may take."""
+    """How prompts are made, the least size of one, how many tokens an answer may take, and options by prompt length."""
 
     make: Callable[..., Prompt]
     least: int
     answer: int
+    options: Callable[[Tokenizer, int], dict[str, int]] = lambda tokenizer, length: {}
 
 
-TASKS = {"niah": Task(niah, 1, 128), "variables": Task(variables, HOPS + 1, 30), "words": Task(common_words, 11, 120)}
+TASKS = {
+    "niah": Task(niah, 1, 128),
+    "variables": Task(variables, HOPS + 1, 30, lambda tokenizer, length: {"shown": _shown(tokenizer)}),
+    "words": Task(common_words, 11, 120, lambda tokenizer, length: {"short": length < 4096}),
+}
 
 
 @dataclass(frozen=True)
@@ -123,10 +134,11 @@ def prompts(task: str, length: int, samples: int, tokenizer: Tokenizer, seed: in
     """Prompts of as many lines or words as fit into `length` tokens together with an answer."""
     if task not in TASKS:
         raise ValueError(f"task {task!r}: {suggest(task, TASKS)}")
-    make, least, answer = TASKS[task]
+    make, least, answer, chosen = TASKS[task]
+    options = chosen(tokenizer, length)
 
     def made(size: int, number: int) -> Prompt:
-        return make(size, Random(f"{seed} {task} {length} {number}"), short=length < 4096)
+        return make(size, Random(f"{seed} {task} {length} {number}"), **options)
 
     def fits(size: int, number: int = 0) -> bool:
         return len(tokenizer.encode(made(size, number).text)) + answer <= length
@@ -135,17 +147,23 @@ def prompts(task: str, length: int, samples: int, tokenizer: Tokenizer, seed: in
         raise ValueError(
             f"RULER's {task} does not fit into {length:,} tokens of {tokenizer.name}: give more (--ruler-length)"
         )
+    most = _most(least, fits)
+    for number in range(samples):
+        size = most
+        while size > least and not fits(size, number):  # its words may be longer than those of the first
+            size = max(least, size * 99 // 100)
+        yield made(size, number)
+
+
+def _most(least: int, fits: Callable[[int], bool]) -> int:
+    """The largest size that fits, or `least`."""
     low, high = least, 2 * least
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    for number in range(samples):
-        size = low
-        while size > least and not fits(size, number):  # its words may be longer than those of the first
-            size = max(least, size * 99 // 100)
-        yield made(size, number)
+    return low
 
 
 def ruler(

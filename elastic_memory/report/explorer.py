@@ -5,7 +5,8 @@ see what each head looks at. All numbers are rounded for the page; `evaluation` 
 """
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming import memory_file
 
 SCRIPTS = ("hippo.js", "signals.js", "document.js", "explore.js")
+PASSES = 4  # of a model over a document
 FEATURES = 12  # of keys and values of one document or memory file that the page draws
 ORDERS = (16, 64, 256)  # of memory whose reconstructions are compared, beside the model's own
 AGES = 24  # groups of tokens by age
@@ -40,28 +42,49 @@ def page(subjects: Sequence[dict[str, Any]], title: str = "Memory microscope", *
     return render("explore.html", SCRIPTS, data, live=live, title=title)
 
 
-def document(model: Any, tokenizer: Tokenizer, text: str, name: str, most: int) -> dict[str, Any]:
-    """The first `most` tokens of a text, as a model reads them."""
+def document(
+    model: Any, tokenizer: Tokenizer, text: str, name: str, most: int,
+    watch: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:  # fmt: skip
+    """The first `most` tokens of a text, as a model reads them; `watch` is told how many it has read, of how many."""
     if not has_blocks(model):
         raise ValueError(f"{name} is a {type(model).__name__} without memory: em.attach_memory gives it one")
     ids, whole = _tokens(text, tokenizer, most)
     if len(ids) < 2:
         raise ValueError(f"a text of {len(ids)} tokens: give one of 2 or more, so that there is one to predict")
     block, rows = block_size_of(model), ids[None]
-    signals = keys_and_values(model, ids)
-    return {
-        "kind": "document",
-        "name": name,
-        "memory": describe(model),
-        "block_size": block,
-        "whole": whole,
-        "tokens": texts_of(ids.tolist(), tokenizer),
-        "kept": _rounded(streamed_losses(model, rows, block)[0]),
-        "erased": _rounded(window_losses(model, rows, block, block)[0]),
-        "layers": [view.data() for view in views(model, ids, block)],
-        "ages": by_age(model, signals),
-        "features": _features(signals),
-    }
+    with _watched(model, PASSES * len(ids), watch):
+        signals = keys_and_values(model, ids)
+        return {
+            "kind": "document",
+            "name": name,
+            "memory": describe(model),
+            "block_size": block,
+            "whole": whole,
+            "tokens": texts_of(ids.tolist(), tokenizer),
+            "kept": _rounded(streamed_losses(model, rows, block)[0]),
+            "erased": _rounded(window_losses(model, rows, block, block)[0]),
+            "layers": [view.data() for view in views(model, ids, block)],
+            "ages": by_age(model, signals),
+            "features": _features(signals),
+        }
+
+
+@contextmanager
+def _watched(model: Any, total: int, watch: Callable[[int, int], None]) -> Iterator[None]:
+    """Tell `watch` of every call of the model how many tokens it has read."""
+    done = 0
+
+    def count(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        nonlocal done
+        done += inputs[0].shape[1]
+        watch(done, total)
+
+    handle = model.register_forward_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def describe(model: Any) -> str:
@@ -148,7 +171,7 @@ def _memory_subject(
         "kind": "memory",
         "name": path.name.removesuffix(SUFFIX),
         "memory": ", ".join(dict.fromkeys(name.rsplit(" ", 1)[0] for name in states)) or "no polynomial to draw",
-        "model": str(told.get("model") or "unnamed"),
+        "model": str(told.get("model") or ""),
         "tokens": told["seen"][0],
         "open": told["opened"][0],
         "parts": [[str(name or "unnamed"), tokens] for name, tokens, _ in parts],

@@ -1,20 +1,15 @@
 """When to save, when to stop, and the progress bar."""
 
 import gc
-import sys
-import time
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from elastic_memory.common.progress import Bars
 from elastic_memory.training.interrupts import Interrupts
 from elastic_memory.training.recipe import Recipe
 from elastic_memory.training.runs import Run
 from elastic_memory.training.spikes import Watch
-
-console = Console(stderr=True, soft_wrap=True)
 
 
 class SaveAndStop(TrainerCallback):
@@ -48,28 +43,25 @@ class ProgressBar(TrainerCallback):
 
     def __init__(self, run: Run, steps: int) -> None:
         self.name, self.steps = run.folder.name, steps
-        self.bar: Progress | None = None
-        self.told = 0.0
+        self.bar: Bars | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Open the bar, on the main process."""
-        if state.is_world_process_zero and console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Progress(*columns, console=console)
-            self.task = self.bar.add_task(self.name, total=self.steps, completed=state.global_step)
+        if state.is_world_process_zero:
+            self.bar = Bars()
+            self.task = self.bar.add_task(self.name, total=self.steps, completed=state.global_step, unit="steps")
+            self.begun = state.global_step
             self.bar.start()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the step."""
         logs = kwargs["logs"]
-        if "tokens_per_second" not in logs or not state.is_world_process_zero:
+        if "tokens_per_second" not in logs or not self.bar:
             return
         text = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
-        if self.bar:
-            self.bar.update(self.task, completed=state.global_step, description=f"{self.name}  {text}")
-        elif time.monotonic() - self.told > 60 or state.global_step == self.steps:
-            self.told = time.monotonic()
-            print(f"{self.name}  step {state.global_step}/{self.steps}  {text}", file=sys.stderr, flush=True)
+        self.bar.update(self.task, completed=state.global_step, description=f"{self.name}  {text}")
+        if state.global_step in (self.begun + 1, self.steps):
+            self.bar.tell(self.task)
 
     def close(self) -> None:
         """Close the bar, however the run ended."""

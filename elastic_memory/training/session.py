@@ -20,13 +20,13 @@ from elastic_memory.common.checksums import IncompleteError, write_manifest
 from elastic_memory.common.environment import environment, is_main, peak_memory
 from elastic_memory.common.files import DISK_FULL, publish, write_json, write_text
 from elastic_memory.common.locks import locked
+from elastic_memory.common.progress import console
 from elastic_memory.common.strict import read_json, read_yaml
 from elastic_memory.common.threads import choose_threads
 from elastic_memory.data import Samples, samples
 from elastic_memory.data.start import StartingModel
 from elastic_memory.training import checkpoints, limits, logs
 from elastic_memory.training.build import build_model, parameters_of, start_model
-from elastic_memory.training.callbacks import console
 from elastic_memory.training.card import model_card
 from elastic_memory.training.corpus import data_hash, fit, tokenizer_sha256
 from elastic_memory.training.interrupts import Interrupts

@@ -123,14 +123,14 @@ def check_signal(view):
     back = em.hippo.reconstruct(memory, middles)
     assert found["back"] == pytest.approx(back.tolist(), abs=1e-6)
     assert shown(view, "mse") == pytest.approx([float((back - signal).square().mean())], abs=1e-6, rel=1e-6)
-    moments = sampling.moments(state["sampling"], state["points"], len(signal))
-    np.testing.assert_allclose(np.array(found["looked"]), moments.numpy(), atol=1e-9)
-    if moments.ndim == 1:
-        expected = sorted(zip(moments.tolist(), em.hippo.reconstruct(memory, moments).tolist(), strict=True))
+    points = sampling.sample_points(state["sampling"], state["points"], len(signal))
+    np.testing.assert_allclose(np.array(found["looked"]), points.numpy(), atol=1e-9)
+    if points.ndim == 1:
+        expected = sorted(zip(points.tolist(), em.hippo.reconstruct(memory, points).tolist(), strict=True))
         assert found["samples"] == pytest.approx([value for _, value in expected], abs=1e-6)
     else:
-        areas = em.hippo.integral(state["order"], moments[:, 1]) - em.hippo.integral(state["order"], moments[:, 0])
-        means = areas @ memory / (moments[:, 1] - moments[:, 0])
+        areas = em.hippo.integral(state["order"], points[:, 1]) - em.hippo.integral(state["order"], points[:, 0])
+        means = areas @ memory / (points[:, 1] - points[:, 0])
         assert found["samples"] == pytest.approx(means.tolist(), abs=1e-6)
     return state
 
@@ -159,14 +159,14 @@ def test_every_slider_and_every_choice_of_the_signal(visit, written):
 
 def test_the_basis(visit, written):
     view = visit(written["signals"])
-    moments = [0.0, 1e-4, 0.3, 0.5, 0.99, 1.0]
+    points = [0.0, 1e-4, 0.3, 0.5, 0.99, 1.0]
     for order in (1, 2, 33, 512):
         for name, exact in (("basis", em.hippo.basis), ("integral", em.hippo.integral)):
             values = view.evaluate(
-                f"([order, moments]) => moments.map((u) => Array.from(microscope.hippo.{name}(order, u)))",
-                [order, moments],
+                f"([order, points]) => points.map((u) => Array.from(microscope.hippo.{name}(order, u)))",
+                [order, points],
             )
-            np.testing.assert_allclose(np.array(values), exact(order, moments).numpy(), atol=1e-6)
+            np.testing.assert_allclose(np.array(values), exact(order, points).numpy(), atol=1e-6)
 
 
 def test_samplings(visit, written):
@@ -177,7 +177,9 @@ def test_samplings(visit, written):
                 "([name, points, history]) => microscope.hippo.samplings[name](points, history)",
                 [name, points, history],
             )
-            np.testing.assert_allclose(np.array(found), sampling.moments(name, points, history).numpy(), atol=1e-9)
+            np.testing.assert_allclose(
+                np.array(found), sampling.sample_points(name, points, history).numpy(), atol=1e-9
+            )
 
 
 def test_the_address_holds_the_state(visit, written):
@@ -278,8 +280,8 @@ def test_memory_files_side_by_side(visit, written):
     move(view, "order", 3)
     found = view.evaluate("microscope.signal().map((one) => [Array.from(one.coefficients), Array.from(one.back)])")
     for coefficients, back in found:
-        moments = (torch.arange(len(back), dtype=torch.float64) + 0.5) / len(back)
-        exact = em.hippo.reconstruct(torch.tensor(coefficients, dtype=torch.float64), moments)
+        points = (torch.arange(len(back), dtype=torch.float64) + 0.5) / len(back)
+        exact = em.hippo.reconstruct(torch.tensor(coefficients, dtype=torch.float64), points)
         assert len(coefficients) == 3 and back == pytest.approx(exact.tolist(), abs=1e-6)
 
 
@@ -329,5 +331,10 @@ def test_both_pages_fit_every_screen(visit, written, width, scheme):
         assert view.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is wider than {width}"
         for box in (chart.bounding_box() for chart in view.query_selector_all(".chart .u-wrap")):
             assert box["x"] >= 0 and box["x"] + box["width"] <= width + 1
+        for box in (caption.bounding_box() for caption in view.query_selector_all("caption")):
+            assert box["x"] + box["width"] <= width, "a caption that has to be scrolled to be read"
+        for grid in view.query_selector_all(".grid:has(> *)"):
+            whole, last = grid.bounding_box(), grid.query_selector(":scope > :last-child").bounding_box()
+            assert not whole or last["x"] + last["width"] == pytest.approx(whole["x"] + whole["width"], abs=1), "a gap"
         if shots:
             view.screenshot(path=Path(shots) / f"{name}-{width}-{scheme}.png", full_page=True)

@@ -218,14 +218,20 @@ def test_every_metric_tells_how_far_it_is(place, metric):
 
 
 def test_a_log_gets_a_line_a_minute(place, elastic, monkeypatch):
-    from elastic_memory.evaluation import record
+    from elastic_memory.common import progress
 
-    clock = iter(range(0, 10_000, 45))
-    monkeypatch.setattr(record, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    clock, advance = [0], progress.Bars.advance
+
+    def row(bars, task, count=1):
+        clock[0] += 45 * count * (bars.tasks[task].description == "ppl")
+        advance(bars, task, count)
+
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(progress.Bars, "advance", row)
     code, _, said = elastic("evaluate", place / "elastic", "--data", place / "rows", "--limit", 6)
     assert code == 0
     told = [line for line in said.splitlines() if line.startswith("ppl")]
-    assert len(told) == 3 and all("/6  " in line and line.endswith("minutes left") for line in told), (
+    assert told == ["ppl  2/6  45 s each  0:03:00 left", "ppl  4/6  45 s each  0:01:30 left", "ppl  6/6  45 s each"], (
         "every second time, 90 seconds"
     )
 

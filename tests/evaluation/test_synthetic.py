@@ -84,6 +84,70 @@ def tokenizer():
     return load_tokenizer("bytes")
 
 
+# RULER's templates; `_` stands for what its generators fill in.
+TEMPLATES = {
+    "niah": "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you "
+    "about the number afterwards.\n_CONTEXT\nWhat is the special magic number for _KEY mentioned in the provided text? "
+    "The special magic number for _KEY mentioned in the provided text is",
+    "variables": "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n_CONTEXT\n"
+    "Question: Find all variables that are assigned the value _KEY in the text above. Answer: According to the "
+    "chain(s) of variable assignment in the text above, 5 variables are assigned the value _KEY, they are: ",
+    "words": "Below is a numbered list of words. In these words, some appear more often than others. Memorize the "
+    "ones that appear most often.\n_CONTEXT\nQuestion: What are the 10 most common words in the above list? Answer: "
+    "The top 10 words that appear most often in the list are:",
+}
+EXAMPLES = {"niah": "", "variables": r"{}(?: [A-Z]{{3}}){{5}}\n\n", "words": r"{}(?: \d+\. [a-z-]+){{10}}\n"}
+
+
+class Words:
+    """A tokenizer of which every word is a token, about as long as those that RULER was made for."""
+
+    name = "words"
+
+    def encode(self, text):
+        return text.split()
+
+
+def parts(task, text):
+    """What fills the blanks of the worked example, if there is one, and of the prompt."""
+    template = re.escape(TEMPLATES[task]).replace("_CONTEXT", "(?P<context>.*)")
+    template = template.replace("_KEY", r"(?P<key>[a-z-]+|\d{5})", 1).replace("_KEY", "(?P=key)")
+    first = template.replace("(?P<", "(?P<first_").replace("(?P=", "(?P=first_")
+    found = re.fullmatch(EXAMPLES[task].format(first) + template, text, re.DOTALL)
+    assert found, text
+    return found
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+@pytest.mark.parametrize("length", [1500, 4096])
+def test_prompts_are_those_of_ruler(task, length):
+    """Compared with NVIDIA/RULER's own generators, run beside ours: docs/evaluation.md says what differs."""
+    for prompt in ruler.prompts(task, length, 3, Words()):
+        found = parts(task, prompt.text)
+        if task == "niah":
+            lines = found["context"].split("\n")
+            assert sorted(lines, key=ruler.NOISE.__eq__)[1:] == [ruler.NOISE] * (len(lines) - 1)
+        elif task == "variables":
+            example = found["first_context"].split("\n")
+            said = re.findall(r"VAR [A-Z]{3} = (?:\d{5}$|VAR [A-Z]{3} $)", found["first_context"], re.MULTILINE)
+            assert len(said) == 5 and example.count(ruler.NOISE) == len(example) - 5
+            assert 480 < len(found[0].partition("\n\nMemorize")[0].split()) <= 505, "500 tokens and the answers"
+        else:
+            often = [(10, 3), (30, 3)] if length >= 4096 else [(3, 1), (6, 1)]
+            for name, counts in zip(("first_context", "context"), often, strict=True):
+                listed = re.findall(r"(\d+)\. ([a-z-]+)", found[name])
+                assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
+                told = Counter(Counter(word for _, word in listed).values())
+                assert told.keys() == set(counts) and told[counts[0]] == 10
+            assert sum(told.values()) > 10
+
+
+def test_needles_lie_at_every_depth():
+    texts = [ruler.niah(20, Random(seed)).text.split("\n")[1:] for seed in range(400)]
+    places = Counter(next(i for i, line in enumerate(lines) if line != ruler.NOISE) for lines in texts)
+    assert set(places) == set(range(20)) and max(places.values()) < 45, "uniform: 20 each"
+
+
 @pytest.mark.parametrize("task", ruler.TASKS)
 @pytest.mark.parametrize("length", [3000, 9000])
 def test_prompts_fill_their_length_and_hold_what_is_asked(task, length, tokenizer):

@@ -61,8 +61,8 @@ const Charts = (() => {
 
   function options(chart, width) {
     const { spec } = chart, { categories } = spec.x, marks = () => chart.spec.marks || [];
-    const range = categories ? () => [-0.4, categories.length - 0.6]
-      : marks().length && !spec.x.log ? (u, least, most) => [Math.min(least, ...marks().map((mark) => mark.from)), Math.max(most, ...marks().map((mark) => mark.to)) + (marks()[0].from < 0 ? 0.5 : 0)] : undefined;
+    const range = spec.x.log ? (u, least, most) => [least, most] : categories ? () => [-0.4, categories.length - 0.6]
+      : marks().length ? (u, least, most) => [Math.min(least, ...marks().map((mark) => mark.from)), Math.max(most, ...marks().map((mark) => mark.to)) + (marks()[0].from < 0 ? 0.5 : 0)] : undefined;
     return {
       width, height: spec.height || 260, legend: { show: false }, axes: axes(spec),
       cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false } },
@@ -159,6 +159,7 @@ const Charts = (() => {
         button.value_ = value;
         return button;
       });
+      this.legend.classList.toggle("many", this.buttons.length > 8);
       this.legend.replaceChildren(...this.buttons, this.where);
     }
 

@@ -5,8 +5,8 @@
   const data = Charts.data(), $ = (id) => document.getElementById(id);
   const DEFAULTS = { source: "5 sine waves", order: 32, points: 32, sampling: "exponential", length: 1024, smooth: 1, words: "The memory keeps what it can of this text.",
     show: 0, beside: -1, block: 1e9, layer: -1, head: "all", axis: "token", token: 0, part: "", theme: "" };
-  const SAMPLINGS = { uniform: "uniform: evenly spaced", exponential: "exponential: dense near now", midpoints: "midpoints of equal parts",
-    uniform_cells: "equal cells, averaged", geometric_cells: "cells that grow with age, averaged" };
+  const SAMPLINGS = { uniform: "uniform: even", exponential: "exponential: near now", midpoints: "midpoints, even",
+    uniform_cells: "even cells, averaged", geometric_cells: "cells growing with age" };
   const state = { ...DEFAULTS };
   let subjects = data.subjects, texts = [];
   const drawn = { signal: [], document: [], timeline: [], age: [] };
@@ -89,7 +89,7 @@
 
   function about(file) {
     const parts = file.parts.length ? ` Texts: ${file.parts.map(([name, tokens]) => `${name} (${tokens.toLocaleString("en")})`).join(", ")}.` : "";
-    return `${file.name}: ${file.tokens.toLocaleString("en")} tokens in memory, ${file.open} in the open block; ${file.memory}; made by ${file.model}.${parts}`;
+    return `${file.name}: ${file.tokens.toLocaleString("en")} tokens in memory, ${file.open} in the open block; ${file.memory}${file.model ? `; made by ${file.model}` : ""}.${parts}`;
   }
 
   // -- views --------------------------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import TaskID
 
 import elastic_memory as em
 from elastic_memory.common.defaults import BLOCK_SIZE
 from elastic_memory.common.files import write_json
-from elastic_memory.evaluation.recall import DISTANCES, TASKS, VOCABULARY, learn, recall
+from elastic_memory.common.progress import Bars
+from elastic_memory.evaluation.recall import DISTANCES, TASKS, VOCABULARY, Recall, learn, recall
 from elastic_memory.memory import MEMORIES
 from elastic_memory.report.tables import Table
 
@@ -42,12 +44,11 @@ def run(tier: str, out: Path) -> Table:
     """Train a model for every row and task, and test it at up to eight times the distances of training."""
     plan, device = PLANS[tier], "cuda" if torch.cuda.is_available() else "cpu"
     records, lines = [], []
-    for task in plan["tasks"]:
-        for row, memory in plan["rows"].items():
-            model = build(memory, plan["model"]).to(device)
-            learn(model, task, TRAINED, plan["steps"], rows=plan["batch"], learning_rate=3e-3)
-            for name in _readings(model, row, memory["memory"]):
-                found = recall(model, task, DISTANCES, samples=plan["samples"])
+    with Bars() as progress:
+        every = [(task, row) for task in plan["tasks"] for row in plan["rows"]]
+        whole, current = progress.add_task("recall: models"), progress.add_task("")
+        for task, row in progress.track(every, task_id=whole):
+            for name, found in _answers(plan, task, row, device, progress, current):
                 records += [{"row": name, **dataclasses.asdict(result)} for result in found]
                 cells = [f"{result.accuracy:.0%}" for result in found]
                 lines.append([f"{task}: {name}", f"{found[0].chance:.1%}", *cells])
@@ -62,6 +63,23 @@ def run(tier: str, out: Path) -> Table:
     write_json(out / "recall.json", {"table": "recall", "tier": tier, "device": device, "plan": plan, "rows": records})
     (out / "recall.md").write_text(table.markdown())
     return table
+
+
+def _answers(
+    plan: dict[str, Any], task: str, row: str, device: str, progress: Bars, bar: TaskID
+) -> Iterator[tuple[str, list[Recall]]]:
+    """Train the model of a row for a task, and ask it at every distance, in each of its readings."""
+    memory = plan["rows"][row]
+    model = build(memory, plan["model"]).to(device)
+    progress.reset(bar, description=f"training {task}: {row}", total=plan["steps"], unit="steps")
+    learn(
+        model, task, TRAINED, plan["steps"], rows=plan["batch"], learning_rate=3e-3,
+        report=lambda step, loss: progress.advance(bar),
+    )  # fmt: skip
+    for name in _readings(model, row, memory["memory"]):
+        progress.reset(bar, description=f"asking {task}: {name}", unit="distances")
+        asked = progress.track(DISTANCES, task_id=bar)
+        yield name, [recall(model, task, [distance], samples=plan["samples"])[0] for distance in asked]
 
 
 def _readings(model: Any, row: str, memory: str) -> Iterator[str]:

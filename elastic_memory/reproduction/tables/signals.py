@@ -7,6 +7,7 @@ misalignment, not compression. Ours puts the first token at time 0 and compares 
 from pathlib import Path
 
 from elastic_memory.common.files import write_json
+from elastic_memory.common.progress import Bars
 from elastic_memory.evaluation.signals import LENGTH, error, noise, sines
 from elastic_memory.report import plots
 from elastic_memory.report.tables import Table, number
@@ -27,17 +28,18 @@ ROWS = (
 
 def run(tier: str, out: Path) -> Table:
     """All nine rows by both conventions; every tier is the whole table, which takes a second."""
-    records = [
-        {
-            "signal": signal,
-            "order": order,
-            "method": method,
-            "paper": float(printed),
-            "paper_convention": error(values, order, method, "paper"),
-            "ours": error(values, order, method, "ours"),
-        }
-        for signal, values, order, method, printed in ROWS
-    ]
+    with Bars(transient=True) as progress:
+        records = [
+            {
+                "signal": signal,
+                "order": order,
+                "method": method,
+                "paper": float(printed),
+                "paper_convention": error(values, order, method, "paper"),
+                "ours": error(values, order, method, "ours"),
+            }
+            for signal, values, order, method, printed in progress.track(ROWS, description="signals")
+        ]
     table = Table(
         title="Reconstruction of synthetic signals, mean squared error",
         columns=("signal", "order", "method", "paper", "its convention", "ours"),

@@ -7,6 +7,7 @@ measurements.
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import elastic_memory as em
 from elastic_memory.common.environment import environment, hardware
 from elastic_memory.common.files import write_json
+from elastic_memory.common.progress import Bars
 from elastic_memory.evaluation.ahead import compile_ahead
 from elastic_memory.evaluation.throughput import Throughput, Workload, throughput
 from elastic_memory.report.tables import Table
@@ -72,24 +74,32 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
         # Samplings share compiled code.
         distinct = {str(config.to_dict() | {"sampling": None}): config for config in map(_config, missing)}
         compile_ahead(list(distinct.values()), plan["rows"], plan["length"])
+    with Bars(transient=True) as progress:
+        for name, column, found, rows in _cells(missing, plan, progress):
+            own = {"rows": rows, "commit": here.get("commit")}
+            record["cells"][f"{name}|{column}"] = dataclasses.asdict(found) | own
+            speed = f"{found.training * plan['length']:,.0f} tokens/s ({found.training_ratio:.3f})"
+            print(f"{name} {column}: {speed}", flush=True)
+            write_json(path, record)
+    (out / f"speed-{tier}.md").write_text(table(record, "training").markdown())
+    (out / f"inference-{tier}.md").write_text(table(record, "inference").markdown())
+    return record
+
+
+def _cells(
+    missing: list[tuple[str, str, str]], plan: dict[str, Any], progress: Bars
+) -> Iterator[tuple[str, str, Throughput, int]]:
+    """Measure one cell after the other: row, column, speed, and the samples per step that fitted."""
     base: Any = None
     size: str | None = None
-    for preset, name, column in missing:
+    for preset, name, column in progress.track(missing, description="timing models"):
         if preset != size:
             base, size = None, preset  # free the old model first
             base = build(_config((preset, "Transformer++", column)))
         models = {"Transformer++": base}
         if name != "Transformer++":
             models[name] = build(_config((preset, name, column)))
-        found, rows = timed(models, plan)
-        own = {"rows": rows, "commit": here.get("commit")}
-        record["cells"][f"{name}|{column}"] = dataclasses.asdict(found) | own
-        speed = f"{found.training * plan['length']:,.0f} tokens/s ({found.training_ratio:.3f})"
-        print(f"{name} {column}: {speed}", flush=True)
-        write_json(path, record)
-    (out / f"speed-{tier}.md").write_text(table(record, "training").markdown())
-    (out / f"inference-{tier}.md").write_text(table(record, "inference").markdown())
-    return record
+        yield name, column, *timed(models, plan)
 
 
 def _order(plan: dict[str, Any]) -> list[tuple[str, str, str]]:
