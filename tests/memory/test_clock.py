@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import elastic_memory as em
 from elastic_memory import hippo
 from elastic_memory.memory import Block, Geometry
 from elastic_memory.memory.clock import Clock, ClockMemory, spaced
@@ -67,7 +68,6 @@ def test_windows_are_spaced_geometrically(heads, windows):
 def test_windows_that_are_none_are_refused(shortest, longest):
     with pytest.raises(ValueError, match=f"shortest={shortest} to longest={longest}"):
         fresh("clock", memory_options={"shortest": shortest, "longest": longest})
-<<<<<<< HEAD
 
 
 @pytest.mark.parametrize("local", [{}, {"local_attention": "sliding", "window": 2 * BLOCK}])
@@ -106,14 +106,3 @@ def test_clocks_that_race_or_stop_stay_finite(faster, length):
 def test_a_rate_that_is_none_is_refused():
     with pytest.raises(ValueError, match="rate='fast': there are constant, learned, content"):
         fresh("clock", memory_options={"rate": "fast"})
-
-
-def test_it_can_be_read_otherwise_on_a_warm_cache():
-    model, ids, more = fresh("clock"), tokens(1, 3 * BLOCK), tokens(1, 5, 2)
-    cache = em.MemoryCache(model)
-    logits(model, ids, past_key_values=cache)
-    model.set_retrieval(sampling="midpoints", points=9)
-    whole = logits(model, torch.cat((ids, more), dim=1))
-    torch.testing.assert_close(logits(model, more, past_key_values=cache), whole[:, 3 * BLOCK :], atol=2e-5, rtol=0)
-=======
->>>>>>> house
