@@ -125,7 +125,13 @@ def test_by_command(pretrained, rows, tmp_path):
     assert base["design"] == "no memory" and cells["design"] == "elastic cells" and cells["parameters"] == 4
     assert cells["first"] == pytest.approx(base["first"], rel=1e-3) and len(cells["interval"]) == 2
     assert full["first"] == pytest.approx(sinks["first"], rel=1e-6) and full["beyond"] != sinks["beyond"]
-    assert "interval" not in full and full["training"] is None and sinks["decoding"] is None
+    assert (
+        "interval" not in full
+        and full["floats"] is None
+        and base["floats"] == 0
+        and full["training"] is None
+        and sinks["decoding"] is None
+    )
     for row in (full, sinks, base, cells):
         assert len(row["recall"]) == 2 and row["to 256"] == row["beyond"] and len(row["by_part"][0]) == 4
     run = json.loads((out / "runs" / "real-smoke-proofs-elastic-cells-seed1.json").read_text())

@@ -150,11 +150,10 @@ def _table(rows: Sequence[dict[str, Any]], plan: Setup) -> Table:
         columns=["design", "corpus", "seeds", "floats", "parameters", "first window", *ends, "beyond",
                  "against no memory", "LongPPL", f"recall at {distances}", "tokens/s training, decoding"],
         rows=[
-            [row["design"], row["corpus"], ", ".join(map(str, row["seeds"])), f"{row['floats']:,}",
-             f"{row['parameters']:,}", *(f"{row[name]:.3f}" for name in ("first", *ends, "beyond")), row["text"],
-             "-" if row["longppl"] is None else f"{row['longppl']:.3f}",
-             " ".join(f"{value:.2f}" for value in row["recall"]),
-             ", ".join("-" if row[name] is None else _short(row[name]) for name in ("training", "decoding"))]
+            [row["design"], row["corpus"], ", ".join(map(str, row["seeds"])), _text(row["floats"], ","),
+             _text(row["parameters"], ","), *(_text(row[name], ".3f") for name in ("first", *ends, "beyond")),
+             row["text"], _text(row["longppl"], ".3f"), " ".join(_text(value, ".2f") for value in row["recall"]),
+             ", ".join(_text(row[name], ",.0f") for name in ("training", "decoding"))]
             for row in rows
         ],
         note=f"Sliding attention over {plan.window:,} tokens in all layers, or blocks of as many; memory in one layer; "
@@ -174,6 +173,10 @@ def _parts(plan: Setup) -> list[tuple[int, int]]:
     return list(zip([1, *bounds[:-1]], bounds, strict=True))
 
 
+def _text(value: float | None, how: str) -> str:
+    return "-" if value is None else format(value, how)
+
+
 def _short(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:,.0f}"
 
@@ -186,8 +189,7 @@ def _row(corpus: str, name: str, runs: dict[str, dict[int, dict[str, Any]]], pla
     documents = [record["documents"] for record in records]
     row: dict[str, Any] = {
         "design": name, "corpus": corpus, "seeds": sorted(found),
-        "floats": sum(line["state_floats"] for line in records[0]["memory"]),
-        "parameters": sum(line["extra_parameters"] for line in records[0]["memory"]),
+        "floats": _sum(records[0], "state_floats"), "parameters": _sum(records[0], "extra_parameters"),
         "first": _mean(ppl_of(one, 0, 1) for one in documents),
         "beyond": _mean(ppl_of(one, 1) for one in documents),
         **{
@@ -211,6 +213,11 @@ def _row(corpus: str, name: str, runs: dict[str, dict[int, dict[str, Any]]], pla
         low, high = row["interval"]
         row["text"] = f"{row['difference']:+.2%} [{low:+.2%}, {high:+.2%}]"
     return row
+
+
+def _sum(record: dict[str, Any], key: str) -> int | None:
+    """Over the layers with memory; None for the untouched model."""
+    return None if "untrained" in record["job"]["settings"] else sum(line[key] for line in record["memory"])
 
 
 def _long(record: dict[str, Any]) -> float | None:
