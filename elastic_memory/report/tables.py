@@ -42,8 +42,8 @@ class Table:
         shown.title_justify = shown.caption_justify = "left"
         for row in self.rows:
             shown.add_row(escape(row[0]), "", style="bold")
-            for column, cell in zip(self.columns[1:], row[1:], strict=True):
-                shown.add_row(f"  {escape(column)}", escape(cell))
+            for name, cell in zip(self.columns[1:], row[1:], strict=True):
+                shown.add_row(f"  {escape(name)}", escape(cell))
         return shown
 
     def markdown(self) -> str:

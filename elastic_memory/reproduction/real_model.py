@@ -39,6 +39,7 @@ from elastic_memory.evaluation.throughput import decoding_speed
 from elastic_memory.model import attach_memory
 from elastic_memory.reproduction.real_measures import by_document, find_keys, key_loss, row_losses
 from elastic_memory.reproduction.scheduler import Scheduler, Task
+from elastic_memory.reproduction.worker import end_with_scheduler
 from elastic_memory.training.recipe import RECIPES, load_recipe
 from elastic_memory.training.session import Resume, tell, train
 
@@ -277,6 +278,7 @@ class Study:
 
 def main(text: str) -> None:
     """One job, in a process of its own."""
+    end_with_scheduler()
     plan, given, job = json.loads(text)
     out, data = Path(given["out"]), Path(given["data"])
     Study(Setup(**plan), out, data, given["model"], given["keep_weights"]).complete(Candidate(**job))

@@ -30,11 +30,15 @@ class Job:
         return [sys.executable, "-m", "elastic_memory.reproduction.worker", json.dumps(asdict(self))]
 
 
+def end_with_scheduler() -> None:
+    """Ask for SIGTERM if the process that started this one is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def main(text: str) -> None:
     """Do the job."""
-    if sys.platform == "linux":
-        # if the scheduler is killed, this process gets SIGTERM
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    end_with_scheduler()
 
     from elastic_memory.reproduction.lab import Lab, Trained
     from elastic_memory.reproduction.tables import wanted
