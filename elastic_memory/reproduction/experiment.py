@@ -272,8 +272,12 @@ def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
         parts.append(f"LongPPL[{text}].")
     if any(how["key_tokens"] < FEW_KEY_TOKENS for how in keyed):
         parts.append(f"† fewer than {FEW_KEY_TOKENS} key tokens: too few to mean much.")
-    made = {(how["device"], how["torch"], str(how["commit"])) for _, how in measured}
-    parts += [f"Measured on {device}, torch {torch}, commit {commit}." for device, torch, commit in sorted(made)]
+    made: dict[tuple[str, str], set[str]] = {}
+    for _, how in measured:
+        made.setdefault((how["device"], how["torch"]), set()).add(str(how["commit"]))
+    for (device, torch), commits in sorted(made.items()):
+        several = "commits" if len(commits) > 1 else "commit"
+        parts.append(f"Measured on {device}, torch {torch}, {several} {', '.join(sorted(commits))}.")
     missing = sum(value is None for entry in entries for value in entry["values"].values())
     total = sum(len(entry["values"]) for entry in entries)
     if missing:
