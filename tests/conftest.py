@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,6 +52,14 @@ def model():
 def ids():
     # 0 is left for padding.
     return torch.randint(1, 61, (2, 45), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def brief_collections(request, monkeypatch):
+    """Runs collect garbage when they end; of a test session's many objects they need only look at the young ones."""
+    if not request.node.get_closest_marker("faults"):  # where it is counted what stays
+        collect = gc.collect
+        monkeypatch.setattr(gc, "collect", lambda generation=1: collect(min(generation, 1)))
 
 
 @pytest.fixture

@@ -48,6 +48,9 @@ MINI = Experiment(
 )
 
 
+pytestmark = pytest.mark.usefixtures("brief_collections")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def reduced():
     with pytest.MonkeyPatch.context() as patch:

@@ -24,6 +24,11 @@ FSDP2 = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def always_brief(brief_collections):
+    """In every test of training."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Sums are the same for the same number of threads; one is what child processes use too."""
