@@ -167,7 +167,7 @@ def test_an_unknown_command_or_tier_is_refused(monkeypatch, capsys):
     assert call(monkeypatch, capsys, "remember")[0] == 2
     code, _, said = call(monkeypatch, capsys, "reproduce", "signals", "--tier", "huge")
     assert code == 2
-    assert "'huge': known: smoke, small, paper" in said
+    assert "'huge': known: smoke, small, medium, paper" in said
 
 
 def test_the_memory_at_work(tmp_path):

@@ -50,17 +50,17 @@ def measurements(folder: Path) -> list[Measured]:
     found = []
     for path in sorted(folder.rglob("*.json")):
         result = read_json(path)
-        if isinstance(result, dict) and isinstance(result.get("trained"), dict):
-            cost = result["trained"]["cost"]
-            seconds = cost["seconds"] / cost["processes_on_device"]
-            result = result["trained"] | {"tokens_per_second": result["trained"]["tokens"] / seconds}
-        if isinstance(result, dict) and {"recipe", "tokens_per_second", "machine"} <= result.keys():
-            machine = result["machine"]
-            if machine["device"] != "cpu":
-                recipe = Recipe.parse(result["recipe"], path.name)
-                if recipe.model is None:  # fine-tuned: its plan would need the model
-                    continue
-                found.append(Measured(recipe, machine["device"], result["tokens_per_second"] / machine["processes"]))
+        if not isinstance(result, dict):
+            continue
+        trained = result["trained"] if isinstance(result.get("trained"), dict) else result
+        if not {"recipe", "tokens_per_second", "machine"} <= trained.keys() or trained["machine"]["device"] == "cpu":
+            continue
+        speed, machine = trained["tokens_per_second"], trained["machine"]
+        if "cost" in trained:
+            speed = trained["tokens"] / trained["cost"]["seconds"] * trained["cost"]["processes_on_device"]
+        recipe = Recipe.parse(trained["recipe"], path.name)
+        if recipe.model is not None:  # else fine-tuned: its plan would need the model
+            found.append(Measured(recipe, machine["device"], speed / machine["processes"]))
     return found
 
 
