@@ -256,6 +256,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("time.minimum(window).log()", "window.log()", "elastic_memory"),
         ("before.clamp(min=1).minimum(windows)", "before.clamp(min=1)", "starts_as_the_constant_one"),
         (".clamp(-FASTEST, FASTEST)", "", "stay_finite"),
+        (".clamp(min=OLDEST)", "", "stay_finite"),
     ],
     ("elastic_memory/memory/dyadic.py", "tests/memory/test_dyadic.py"): [
         ("if segments < 1 or unit < 1:", "if False:", "refused"),

@@ -1,5 +1,6 @@
 """Progress on standard error, with the rate and the time left: bars on a terminal, a line per minute in a log."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class Bars(Progress):
             _Cell(_description, "left", no_wrap=False), BarColumn(), _Cell(_amount), _Cell(_rate), _Cell(_left),
             console=console, transient=transient, disable=not (is_main() and console.is_terminal),
             speed_estimate_period=PERIOD, get_time=lambda: time.monotonic(),
+            redirect_stdout=sys.stdout.isatty(),  # what is printed meanwhile goes where it was sent
         )  # fmt: skip
         self.told = self.get_time()
 
@@ -126,8 +128,8 @@ def transformers_bars() -> Iterator[None]:
     with Bars(transient=True) as progress:
 
         def watched(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not args:  # counted by hand, not iterated over: rare, and not shown
-                return factory(**kwargs | {"disable": True})
+            if not args or not logging.is_progress_bar_enabled():
+                return factory(*args, **kwargs | {"disable": True})  # counted by hand, not iterated over: rare
             description = str(kwargs.get("desc") or "working").rstrip(".: ").lower()
             return progress.track(args[0], total=kwargs.get("total"), description=description)
 

@@ -1,7 +1,8 @@
 """What a model recalls of its own text: spans that come a second time, at a chosen distance.
 
-Every period of a text ends with a copy of what stood `distance` tokens before it. The first quarter of a copy tells
-that it is one; on the rest, the loss is lower than at its first occurrence as far as that is remembered.
+Every period of a text ends with a copy of what stood `distance` tokens before it. The same spans are also pasted into
+another text, at the same places: there they are as unexpected, but never occurred. The first quarter of a span is left
+out, as it only tells that this is a copy. By how much the rest is likelier in its own text is what was remembered.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.evaluation.inputs import batches, document_of
+from elastic_memory.evaluation.inputs import document_of, token_ids
 from elastic_memory.shapes import Int, Tensor
 
 PERIOD = 12  # spans
@@ -37,17 +38,22 @@ def with_copies(row: Int[Tensor, " token"], distance: int, span: int) -> tuple[T
 def copy_losses(
     read: Callable[[Tensor], Tensor], rows: Sequence[Any], distance: int, span: int
 ) -> dict[str, list[float]]:
-    """By document: loss at the first occurrence, loss in the copy, number of tokens; `read` gives losses of rows."""
+    """By document: loss in another text, loss in the copy, number of tokens; `read` gives losses of rows."""
+    if len(rows) < 2:
+        raise ValueError(f"{len(rows)} rows: spans are also pasted into another row, give at least two")
     found: dict[str, list[float]] = {}
-    for indices, ids in batches(rows, 8, ()):
-        texts, starts = zip(*(with_copies(row, distance, span) for row in ids), strict=True)
-        for index, losses, begun in zip(indices, read(torch.stack(texts)).double(), starts, strict=True):
-            held = found.setdefault(document_of(rows, index), [0.0, 0.0, 0.0])
-            for start in begun:
-                # the loss of token t is at t - 1
-                copied = slice(start + span // 4 - 1, start + span - 1)
-                first = slice(copied.start - distance, copied.stop - distance)
-                held[0] += float(losses[first].sum())
-                held[1] += float(losses[copied].sum())
-                held[2] += copied.stop - copied.start
+    ids = torch.stack([token_ids(rows[index]) for index in range(len(rows))])
+    pairs = [with_copies(row, distance, span) for row in ids]
+    texts, starts = torch.stack([text for text, _ in pairs]), pairs[0][1]
+    others = texts.clone()
+    for start in starts:
+        others[:, start : start + span] = texts[:, start : start + span].roll(1, dims=0)
+    copied, pasted = read(texts).double(), read(others).double().roll(-1, dims=0)
+    for index in range(len(rows)):
+        held = found.setdefault(document_of(rows, index), [0.0, 0.0, 0.0])
+        for start in starts:
+            scored = slice(start + span // 4 - 1, start + span - 1)  # the loss of token t is at t - 1
+            held[0] += float(pasted[index, scored].sum())
+            held[1] += float(copied[index, scored].sum())
+            held[2] += scored.stop - scored.start
     return found

@@ -20,6 +20,8 @@ SINKS = 4  # the first tokens, which every token sees
 
 def sink_losses(model: Model, ids: Int[Tensor, "row token"], window: int) -> Float[Tensor, "row prediction"]:
     """Losses of rows, each in one call: every token sees the sinks and the newest `window` tokens, itself included."""
+    if getattr(model.base_model.rotary_emb, "attention_scaling", 1.0) != 1.0:
+        raise ValueError("attention sinks: rotary positions of this model scale attention, which is not supported")
     device, before = next(model.parameters()).device, model.config._attn_implementation
     attend = partial(_attend, model.base_model.rotary_emb, window)
     ALL_ATTENTION_FUNCTIONS.register("sinks", attend)

@@ -133,7 +133,7 @@ class Lab:
             missing = [folder for folder in folders if not (folder / "manifest.json").exists()]
             if missing:
                 how = f"--tokenizer meta-llama/Llama-2-7b-hf --length {self.training.length}"
-                commands = "; ".join(f"elastic prepare {folder.name} {how} --out {folder}" for folder in missing)
+                commands = "; ".join(f"elastic prepare TEXT {how} --out {folder}" for folder in missing)
                 raise FileNotFoundError(
                     f"tier {self.name} needs rows in {', '.join(map(str, missing))}: {commands}; then --data {root}"
                 )

@@ -9,7 +9,7 @@ from elastic_memory.reproduction.lab import Lab, Trained
 from elastic_memory.reproduction.scheduler import Task
 from elastic_memory.reproduction.tables import experiments, wanted
 from elastic_memory.reproduction.worker import Job
-from elastic_memory.training.plan import make_plan, measurements
+from elastic_memory.training.plan import Measured, make_plan, measurements
 
 MEASURING = 60.0  # seconds allowed for measuring a model after training
 
@@ -23,10 +23,12 @@ class Todo:
     seconds: float | None
 
 
-def to_do(lab: Lab, tables: Sequence[Experiment], seeds: int | None = None) -> list[Todo]:
-    """All models of some tables with incomplete records, most important first."""
+def to_do(
+    lab: Lab, tables: Sequence[Experiment], seeds: int | None = None, speeds: Sequence[Measured] | None = None
+) -> list[Todo]:
+    """All models of some tables with incomplete records, most important first; `speeds` if they are known."""
     models = dict.fromkeys(model for experiment in tables for model in experiment.models(lab, seeds))
-    speeds = measurements(lab.out / "runs")
+    speeds = measurements(lab.out / "runs") if speeds is None else speeds
     found = []
     for model in models:
         record = lab.record(model)
@@ -61,7 +63,7 @@ def tasks(lab: Lab, todo: Sequence[Todo], parallel: int, keep_weights: bool) -> 
 
 def status(lab: Lab) -> tuple[list[list[str]], str]:
     """For each table: numbers, how many are missing, runs for these, runs for more seeds, GPU minutes."""
-    rows, counted, unknown = [], set(), False
+    rows, counted, unknown, speeds = [], set(), False, measurements(lab.out / "runs")
     for experiment in _tables(lab):
         cells = [cell for *_, cell, _ in experiment.cells() if cell.measurements]
         numbers = sum(len(cell.measurements) for cell in cells)
@@ -70,8 +72,8 @@ def status(lab: Lab) -> tuple[list[list[str]], str]:
             for cell in cells
             for metric, conditions in cell.measurements
         )
-        first = [one for one in to_do(lab, [experiment], seeds=1) if one.name not in counted]
-        more = [one for one in to_do(lab, [experiment]) if one.name not in counted and one not in first]
+        first = [one for one in to_do(lab, [experiment], 1, speeds) if one.name not in counted]
+        more = [one for one in to_do(lab, [experiment], None, speeds) if one.name not in counted and one not in first]
         counted |= {one.name for one in (*first, *more)}
         seconds = [one.seconds for one in (*first, *more)]
         unknown = unknown or None in seconds

@@ -8,6 +8,7 @@
 A difference between two designs is taken document by document, which removes most of the noise.
 """
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -131,6 +132,7 @@ class Study:
         limit = None if minutes is None else time.monotonic() + 60 * minutes
         if missing:
             self.unpack()
+            self._check_alike(jobs)
         given = {"out": str(self.out), "data": str(self.data), "model": self.model, "keep_weights": self.keep_weights}
         expected = self.expected(jobs, seconds, parallel)
         tasks = [
@@ -146,6 +148,21 @@ class Study:
         scheduler.run()
         tell(f"{len(scheduler.done)} done, {len(scheduler.failed)} failed, {len(scheduler.left)} left")
         return not scheduler.failed
+
+    def _check_alike(self, jobs: Sequence[Candidate]) -> None:
+        """Refuse records of other weights or other text, before hours of work."""
+        weights = self._weights_hash()
+        for job in jobs:
+            record = self.record(job)
+            if record is None:
+                continue
+            data = samples(self.data / job.corpus, "test").fingerprint
+            for what, held, now in (
+                ("weights", record["model"]["sha256"], weights),
+                ("text", record["data"]["sha256"], data),
+            ):
+                if held != now:
+                    raise ValueError(f"{self._path(job.name)} was measured with other {what}: choose another --out")
 
     def expected(self, jobs: Sequence[Candidate], first: float | None, parallel: int) -> float | None:
         """Seconds of a design beside others: the median of those measured, or `first`."""
@@ -246,7 +263,7 @@ class Study:
             return {
                 "documents": by_document(rows, losses, plan.window),
                 "longppl": key_loss(losses, self._keys(job, rows)),
-                "copies": {str(d): copy_losses(read, some, d, plan.span) for d in plan.distances},
+                "recall": {str(d): copy_losses(read, some, d, plan.span) for d in plan.distances},
                 "decoding": None if sinks else decoding_speed(model, plan.history, 64),
             }
 
@@ -259,7 +276,9 @@ class Study:
             path.parent.mkdir(parents=True, exist_ok=True)
             own = path.with_name(f".{path.name}.{os.getpid()}")  # two may find them at once
             write_json(own, {"plan": plan, "model": self._name, "rows": rows.rows.fingerprint, "keys": found})
-            own.replace(path)
+            with contextlib.suppress(FileExistsError):
+                os.link(own, path)  # the first to write it decides for all
+            own.unlink()
         held = read_json(path)
         if (held["plan"], held["model"], held["rows"]) != (plan, self._name, rows.rows.fingerprint):
             raise ValueError(f"{path} has the key tokens of another plan, model or text: choose another --out")

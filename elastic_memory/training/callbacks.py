@@ -59,8 +59,9 @@ class ProgressBar(TrainerCallback):
         if "tokens_per_second" not in logs or not self.bar:
             return
         text = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
+        told = self.bar.told
         self.bar.update(self.task, completed=state.global_step, description=f"{self.name}  {text}")
-        if state.global_step in (self.begun + 1, self.steps):
+        if state.global_step in (self.begun + 1, self.steps) and self.bar.told == told:
             self.bar.tell(self.task)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ class Measured:
     device: str
     tokens_per_second: float
 
-    @property
+    @cached_property
     def kind(self) -> tuple[str, str]:
         """Models of the same kind use a device equally well: same memory, same local attention."""
         return self.recipe.built.memory, build_config(self.recipe).local_attention
 
-    @property
+    @cached_property
     def work(self) -> float:
         """Floating-point operations per second."""
         return self.tokens_per_second * flops_per_token(build_config(self.recipe), self.recipe.training.length)

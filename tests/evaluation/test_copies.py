@@ -25,16 +25,26 @@ def test_a_distance_at_which_copies_meet_copies_is_refused():
         with_copies(torch.arange(1000), 96, 8)
 
 
-def test_losses_of_copies_and_of_what_they_copy():
+def test_losses_of_copies_and_of_the_same_spans_elsewhere():
     """A reader that has seen a token within 100 tokens knows it; others cost 1."""
 
     def read(ids):
         known = [[float(t not in row[max(0, i - 100) : i]) for i, t in enumerate(row)] for row in ids.tolist()]
         return torch.tensor(known)[:, 1:]
 
-    rows = [torch.arange(1000), torch.arange(1000)]
+    rows = [torch.arange(1000), torch.arange(1000, 2000), torch.arange(2000, 3000)]
     for distance, wanted in ((32, 0.0), (128, 1.0)):
         found = copy_losses(read, rows, distance, 8)
-        assert list(found) == ["0", "1"]
-        for first, copy, tokens in found.values():
-            assert first == tokens and copy == wanted * tokens and tokens % 6 == 0 and tokens > 0
+        assert list(found) == ["0", "1", "2"]
+        for other, copy, tokens in found.values():
+            assert other == tokens and copy == wanted * tokens and tokens % 6 == 0 and tokens > 0
+
+
+def test_hard_spans_are_hard_in_both_texts():
+    """A reader that remembers nothing: a span costs the same wherever it stands, and nothing is recalled."""
+    rows = [torch.arange(1000), torch.arange(1000, 2000), torch.arange(2000, 3000)]
+    found = copy_losses(lambda ids: ids[:, 1:].double(), rows, 32, 8)
+    assert all(other == copy > 0 for other, copy, _ in found.values())
+    assert len({other for other, *_ in found.values()}) == 3
+    with pytest.raises(ValueError, match="1 rows: .* at least two"):
+        copy_losses(lambda ids: ids[:, 1:].double(), rows[:1], 32, 8)

@@ -29,6 +29,13 @@ def test_each_token_sees_what_a_cache_of_sinks_and_window_holds(window):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_rotary_positions_that_scale_attention_are_refused():
+    model = llama(1)
+    model.model.rotary_emb.attention_scaling = 1.2
+    with pytest.raises(ValueError, match="scale attention"):
+        sink_losses(model, torch.zeros(1, 4, dtype=torch.long), 2)
+
+
 def test_all_is_seen_until_the_cache_is_full():
     model, ids = llama(3), torch.randint(50, (2, 30))
     full, sinks = streamed_losses(model, ids, 30), sink_losses(model, ids, 16)

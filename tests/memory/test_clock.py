@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import elastic_memory as em
@@ -87,19 +87,20 @@ def test_a_learned_clock_starts_as_the_constant_one(rate, local):
         torch.testing.assert_close(torch.cat(pieces, dim=1), logits(plain, tokens()), atol=2e-5, rtol=0)
 
 
-@given(faster=st.floats(-2000, 2000), length=st.integers(1, 30))
+@given(faster=st.floats(-2000, 2000), seed=st.integers(0, 30), size=st.sampled_from([BLOCK, 256]))
 @settings(max_examples=25)
-def test_clocks_that_race_or_stop_stay_finite(faster, length):
+@example(faster=2000, seed=0, size=256)  # the first tokens of a block take next to nothing of the domain
+def test_clocks_that_race_or_stop_stay_finite(faster, seed, size):
     """Whatever was learned, places grow from 0 to 1, and values and gradients are numbers."""
-    memory = memory_of(fresh("clock 3 14 content"))
-    key, value = (x.requires_grad_() for x in torch.randn(2, 1, 2, 3 * BLOCK, 8, generator=torch.manual_seed(length)))
+    memory = memory_of(fresh("clock 3 14 content", block_size=size))
+    key, value = (x.requires_grad_() for x in torch.randn(2, 1, 2, 3 * size, 8, generator=torch.manual_seed(seed)))
     with torch.no_grad():
         memory.rate_gain.fill_(faster)
     readings = memory.read_all(key, value, None)
     sum(part.square().sum() for reading in readings for part in reading).backward()
     for found in (key.grad, value.grad, memory.rate_gain.grad, memory.weigh.grad):
         assert found.isfinite().all()
-    places = memory._places(key.detach().unflatten(2, (-1, BLOCK)), 0)
+    places = memory._places(key.detach().unflatten(2, (-1, size)), 0)
     assert (places.diff(dim=3) >= 0).all() and (places[..., -1] == 1).all() and places[:, :, 0, 0].eq(0).all()
 
 

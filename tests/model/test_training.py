@@ -9,14 +9,15 @@ from torch._dynamo.testing import CompileCounter
 
 import elastic_memory as em
 from elastic_memory.fast import compiled as compilation
-from elastic_memory.memory import MEMORIES
+from elastic_memory.memory import MEMORIES, ParallelMemory
 from elastic_memory.model import loss, modeling
 from tests.conftest import small_model
 
 
 def one_layer(memory):
-    """With memory in its only layer, so that compilers have little to read."""
-    return small_model(memory, num_hidden_layers=1, memory_layers=[0])
+    """With memory in its first layer, so that compilers have little to read; a second where layers run together."""
+    layers = 1 if issubclass(MEMORIES[memory], ParallelMemory) else 2
+    return small_model(memory, num_hidden_layers=layers, memory_layers=[0])
 
 
 def gradients(model, ids):

@@ -97,7 +97,7 @@ def run(
     keep_weights: bool = False,
 ) -> Table:
     """Train and measure what is missing, within the minutes given, and make the table from all records."""
-    chosen = _chosen(designs)
+    chosen, done = _chosen(designs), True
     study = Study(PLANS[tier], out, data or Path("DATA"), model, keep_weights)
     if minutes != 0:
         if data is None:
@@ -107,16 +107,17 @@ def run(
         corpora = [corpus for corpus in CORPORA if (data / corpus / "manifest.json").exists()]
         if not corpora:
             raise FileNotFoundError(
-                f"{data} has no rows of {' or '.join(CORPORA)}: elastic prepare proofs --tokenizer {study.model} "
+                f"{data} has no rows of {' or '.join(CORPORA)}: elastic prepare TEXT --tokenizer {study.model} "
                 f"--length {study.plan.length} --out {data / 'proofs'}"
             )
-        if not study.run(jobs(tier, seeds or 1, corpora, chosen), minutes, parallel or 1, SECONDS[tier]):
-            raise ValueError(f"a model failed: see {out / 'work' / 'logs'}; what is finished is kept")
+        done = study.run(jobs(tier, seeds or 1, corpora, chosen), minutes, parallel or 1, SECONDS[tier])
     table, rows = make(study, tier)
     out.mkdir(parents=True, exist_ok=True)
     facts = {"table": "real-model", "tier": tier, "title": table.title, "note": table.note}
     write_json(out / f"real-model-{tier}.json", facts | {"rows": rows})
     write_text(out / f"real-model-{tier}.md", table.markdown())
+    if not done:
+        raise ValueError(f"a model failed: see {out / 'work' / 'logs'}; what is finished is in {out}")
     return table
 
 
@@ -158,11 +159,12 @@ def _table(rows: Sequence[dict[str, Any]], plan: Setup) -> Table:
         ],
         note=f"Sliding attention over {plan.window:,} tokens in all layers, or blocks of as many; memory in one layer; "
         f"{plan.tokens / 1e6:g}M tokens of fine-tuning on rows of {plan.length:,}, the same for all; {plan.rows} rows "
-        "of the test split. In brackets the 95% interval over documents of the paired difference. The first window is "
-        "a control: nothing is in memory there. Recall: by how many nats a token is likelier when its span comes again "
-        "after so many tokens. LongPPL: the untouched model finds the key tokens. Full attention and attention sinks "
-        "are the untouched model, not fine-tuned. Speeds are those of processes that shared a GPU. Not a table of the "
-        "paper.",
+        "of the test split. In brackets the 95% interval over documents of the paired difference; the spread between "
+        "seeds is not in it. The first window is a control: nothing is in memory there. Recall: by how many nats a "
+        "token is likelier when its span came before, so many tokens ago, than when it did not. LongPPL: the untouched "
+        "model finds the key tokens. Full attention and attention sinks are the untouched model, not fine-tuned; full "
+        "attention breaks beyond the positions that it was trained for. Training speeds are those of processes that "
+        "shared a GPU; decoding is shown if it ran alone. Not a table of the paper.",
     )  # fmt: skip
 
 
@@ -197,9 +199,9 @@ def _row(corpus: str, name: str, runs: dict[str, dict[int, dict[str, Any]]], pla
             for first, last in _parts(plan)
         },
         "longppl": _mean(_long(record) for record in records),
-        "recall": [_mean(_recall(record["copies"][str(d)]) for record in records) for d in plan.distances],
+        "recall": [_mean(_recall(record, d) for record in records) for d in plan.distances],
         "training": _mean(record.get("result", {}).get("tokens_per_second") for record in records),
-        "decoding": _mean(record["decoding"] for record in records),
+        "decoding": _mean(record["decoding"] if record["sharing"] == 1 else None for record in records),
         "by_part": [
             [ppl_of(one, part, part + 1) for part in range(len(next(iter(one.values()))["loss"]))]
             for one in documents
@@ -226,10 +228,12 @@ def _long(record: dict[str, Any]) -> float | None:
     return math.exp(held["loss"] / held["tokens"]) if held["tokens"] else None
 
 
-def _recall(documents: dict[str, list[float]]) -> float:
-    """Nats by which copies are likelier than what they copy."""
-    first, copy, tokens = (math.fsum(held[i] for held in documents.values()) for i in range(3))
-    return (first - copy) / tokens
+def _recall(record: dict[str, Any], distance: int) -> float | None:
+    """Nats by which copies are likelier than the same spans in another text; None in records from before."""
+    if "recall" not in record:
+        return None
+    other, copy, tokens = (math.fsum(held[i] for held in record["recall"][str(distance)].values()) for i in range(3))
+    return (other - copy) / tokens
 
 
 def _mean(values: Any) -> Any:
