@@ -40,9 +40,8 @@ def _projections_backward(gradient: Tensor, places: Tensor, order: int) -> Tenso
     slopes = []
     _, roots = hippo.legs(order, device=places.device)
     for some, own in zip(places.flatten(0, -2).split(AT_ONCE), gradient.flatten(0, -3).split(AT_ONCE), strict=True):
-        by_edge = F.pad(own.double(), (1, 0)) - F.pad(
-            own.double(), (0, 1)
-        )  # the end of one token is the beginning of the next
+        own = own.double()
+        by_edge = F.pad(own, (1, 0)) - F.pad(own, (0, 1))  # the end of one token is the beginning of the next
         # `hippo.basis` would check the places, and wait for a GPU
         basis = next(hippo.legendre(some.flatten(), order - 1))[1:].unflatten(1, some.shape)
         slopes.append((basis * roots[:, None, None] * by_edge.movedim(1, 0)).sum(0))

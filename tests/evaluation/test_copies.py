@@ -46,5 +46,5 @@ def test_hard_spans_are_hard_in_both_texts():
     found = copy_losses(lambda ids: ids[:, 1:].double(), rows, 32, 8)
     assert all(other == copy > 0 for other, copy, _ in found.values())
     assert len({other for other, *_ in found.values()}) == 3
-    with pytest.raises(ValueError, match="1 rows: .* at least two"):
+    with pytest.raises(ValueError, match=r"1 rows: .* at least two"):
         copy_losses(lambda ids: ids[:, 1:].double(), rows[:1], 32, 8)

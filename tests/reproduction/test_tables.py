@@ -249,9 +249,7 @@ def test_smoke_brings_its_own_text(tmp_path):
 
 def test_bad_input_is_refused_before_anything_is_trained(data, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "build_model", lambda recipe: pytest.fail("trained"))
-    with pytest.raises(
-        FileNotFoundError, match=r"elastic prepare TEXT .*--length 8192 --out \S*proofs; elastic prepare TEXT"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"elastic prepare TEXT .*8192 --out \S*proofs; elastic prepare TEXT"):
         reproduce(["main"], tier="small", out=tmp_path)
     partly = tmp_path / "partly"
     shutil.copytree(data / "proofs", partly / "proofs")
