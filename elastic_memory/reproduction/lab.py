@@ -8,6 +8,8 @@ Tables share models and their records. After an interruption the next call conti
 """
 
 import gc
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -18,6 +20,7 @@ from pathlib import Path
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.files import sha256, write_json
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import Samples, prepare, samples
 from elastic_memory.evaluation.inputs import Spread
@@ -260,3 +263,14 @@ class Lab:
             rows = self.test_rows(corpus)
             settings = Settings.scaled(rows.length)
             key_tokens(self.reference, rows.tokenizer(), self.spread(corpus, "longppl"), settings, self.work / "keys")
+            write_json(self._found(corpus), {"reference": self.reference, "rows": rows.fingerprint})
+
+    def has_keys(self, corpus: str) -> bool:
+        """Whether `find_keys` was here before: to load the reference and see takes a minute."""
+        return (self.work / "keys").exists() and self._found(corpus).exists()
+
+    def _found(self, corpus: str) -> Path:
+        """A file that says that all key tokens of a corpus were found."""
+        rows, reference = self.test_rows(corpus), Path(self.reference or "")
+        what = [sha256(reference) if reference.is_file() else str(reference), rows.fingerprint, self.tier.rows]
+        return self.work / "keys" / f"found-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.json"

@@ -53,8 +53,9 @@ def tasks(lab: Lab, todo: Sequence[Todo], parallel: int, keep_weights: bool) -> 
     for one in todo:
         if one.model.corpus in missing:
             missing.remove(one.model.corpus)
-            job = Job(**common, keys=one.model.corpus)
-            found.append(Task(f"{lab.name}-{one.model.corpus}-keys", job.command()))
+            if not lab.has_keys(one.model.corpus):
+                job = Job(**common, keys=one.model.corpus)
+                found.append(Task(f"{lab.name}-{one.model.corpus}-keys", job.command()))
         job = Job(**common, model=asdict(one.model), keep_weights=keep_weights, sharing=parallel)
         seconds = None if one.seconds is None else one.seconds * parallel + MEASURING
         found.append(Task(one.name, job.command(), seconds))

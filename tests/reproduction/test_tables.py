@@ -23,7 +23,7 @@ from elastic_memory.report.tables import Table
 from elastic_memory.reproduction import lab, tiers
 from elastic_memory.reproduction.experiment import SHOWS, Experiment, _number
 from elastic_memory.reproduction.lab import Lab, Trained
-from elastic_memory.reproduction.planning import status, to_do
+from elastic_memory.reproduction.planning import status, tasks, to_do
 from elastic_memory.reproduction.tables import NAMES, experiments, wanted
 from elastic_memory.training import session
 from elastic_memory.training.build import build_config, count_parameters
@@ -212,7 +212,15 @@ def test_longppl_names_its_reference_and_warns_of_few_key_tokens(data, tmp_path,
     keys = [json.loads(path.read_text()) for path in (tmp_path / "work" / "keys").iterdir()]
     assert keys and all(isinstance(i, int) for key in keys for i in key["keys"]) and "text" in keys[0]
     monkeypatch.setattr(em.evaluation.longppl.__globals__["KeyTokens"], "_computed", None)  # found on disk from now on
-    Lab("smoke", tmp_path, data, str(reference)).find_keys("proofs")
+    made = Lab("smoke", tmp_path, data, str(reference))
+    assert "smoke-proofs-keys" in _names(made)
+    made.find_keys("proofs")
+    assert made.has_keys("proofs") and not Lab("smoke", tmp_path, data, "another").has_keys("proofs")
+    assert "smoke-proofs-keys" not in _names(made)
+
+
+def _names(made):
+    return [task.name for task in tasks(made, to_do(made, [experiments()["main"]]), 1, False)]
 
 
 def test_what_is_wanted_later_is_measured_again_with_all_the_rest(data, tmp_path):
