@@ -8,7 +8,7 @@ are small ids, so that any model with a large enough vocabulary can take part.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ FILLER = range(4, 12)
 NAMES = range(12, 20)
 VALUES = range(20, 36)
 VOCABULARY = VALUES.stop
+GATE_LR_SCALE = 10  # as in the recipes: gates start nearly closed
 DISTANCES = (1, 2, 4, 8, 16, 32, 64)  # blocks between what is said and what is asked
 
 
@@ -175,7 +176,12 @@ def fit(
 ) -> None:
     """Train on batches of ids and of the labels of their last tokens, -100 for none."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    gates = [weight for name, weight in model.named_parameters() if name.endswith(("gate", "gain"))]
+    others = [weight for name, weight in model.named_parameters() if not name.endswith(("gate", "gain"))]
+    groups: list[dict[str, Any]] = [{"params": others}]
+    if gates:
+        groups.append({"params": gates, "lr": GATE_LR_SCALE * learning_rate, "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     model.train()
     for step, (ids, labels) in enumerate(batches):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
