@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -8,6 +9,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels on the CPU; asked for when triton is imported, as here
+
+# A shell's background jobs ignore Ctrl-C, and so would every process that a test sends it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hypothesis import settings
 
