@@ -207,4 +207,8 @@ def test_results_are_those_on_record():
     assert text == catalogue.insert(text, results.overview(ROOT), "results"), "run python scripts/results.py"
     training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     assert training == catalogue.insert(training, results.plan(ROOT), "plan"), "run python scripts/results.py"
+    evaluation = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    assert evaluation == catalogue.insert(evaluation, results.recall_table(ROOT), "recall"), (
+        "run python scripts/results.py"
+    )
     assert (ROOT / "results" / "README.md").read_text() == results.index(ROOT), "run python scripts/results.py"

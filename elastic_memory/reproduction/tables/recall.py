@@ -189,8 +189,9 @@ def build(memory: dict[str, Any], shape: dict[str, Any], seed: int = 0) -> Any:
 def make(tier: str, records: Sequence[dict[str, Any]]) -> tuple[Table, list[dict[str, Any]]]:
     """The table of what is recorded so far, and its numbers: accuracies are means over seeds."""
     held: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for answer in (answer for record in records for answer in record["answers"]):
-        held.setdefault((answer["task"], answer["row"]), []).append(answer)
+    for record in records:
+        for answer in record["answers"]:
+            held.setdefault((answer["task"], answer["row"]), []).append(answer | {"loss": record["loss"]})
     rows: list[dict[str, Any]] = []
     lines = []
     for (task, row), answers in held.items():
@@ -199,12 +200,12 @@ def make(tier: str, records: Sequence[dict[str, Any]]) -> tuple[Table, list[dict
             {"task": task, "row": row, "distance": distance, "accuracy": statistics.fmean(found), "seeds": found}
             for distance, found in zip(DISTANCES, seeds, strict=True)
         ]
-        floats, chance = answers[0]["floats"], answers[0]["chance"]
+        floats, loss = answers[0]["floats"], statistics.fmean(one["loss"] for one in answers)
         size = "grows" if floats is None else f"{floats:,}"
-        lines.append([f"{task}: {row}", size, f"{chance:.1%}", *map(_cell, seeds)])
+        lines.append([f"{task}: {row}", size, f"{loss:.2f}", *map(_cell, seeds)])
     return Table(
         title="Recall: share of right answers by distance in blocks",
-        columns=["task: model", "floats", "chance", *map(str, DISTANCES)],
+        columns=["task: model", "floats", "training loss", *map(str, DISTANCES)],
         rows=lines,
         note=_note(tier, records),
     ), rows
@@ -222,11 +223,14 @@ def _note(tier: str, records: Sequence[dict[str, Any]]) -> str:
     places = {(one["environment"]["device"], one["environment"]["torch"]) for one in records}
     commits = ", ".join(sorted({str(one["environment"]["commit"]) for one in records}))
     missing = plan["seeds"] * len(plan["tasks"]) * len(plan["rows"]) - len(records)
-    several = f" over {plan['seeds']} seeds" if plan["seeds"] > 1 else ""
+    several = " and standard deviation over seeds" if plan["seeds"] > 1 else ""
+    chances = {answer["task"]: answer["chance"] for one in records for answer in one["answers"]}
+    guessing = ", ".join(f"{task} {chance:.1%}" for task, chance in chances.items())
     return (
         f"Tier {tier}: each model trained for its task, {plan['steps']} steps on rows of up to {TRAINED} blocks of "
         f"{plan['model']['block_size']} tokens; {plan['samples']} questions a cell and seed, in rows just long enough "
-        f"for the distance; mean and standard deviation{several}. "
+        f"for the distance; mean{several}. Training loss: of the answers, at the end; high where a model has not learned "
+        f"the task yet. By guessing: {guessing}. "
         + "".join(f"Measured on {device}, torch {torch_version}. " for device, torch_version in sorted(places))
         + f"Commits: {commits}."
         + (f" {missing} runs are still to come." if missing else "")
