@@ -166,8 +166,8 @@ class Reference:
             return read_json(self.note)
         model, tokenizer = self.loaded
         name = _name(getattr(model, "name_or_path", "") or type(model).__name__)
-        known = {"reference": name, "weights": weights_hash(model), "precision": _precision(model)}
-        known |= {"shared_tokens": tokenizer is None}
+        known: dict[str, Any] = {"reference": name, "weights": weights_hash(model), "precision": _precision(model)}
+        known["shared_tokens"] = tokenizer is None
         if self.note:
             _keep(self.note, known)
         return known
