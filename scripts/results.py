@@ -5,6 +5,9 @@ python scripts/results.py        # in the root of the repository
 
 from itertools import compress
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from elastic_memory.common.strict import read_json
 from elastic_memory.report import plots
@@ -34,15 +37,26 @@ How to read the tables:
 
 - **The paper's values are in brackets.** The corpora `books`, `proofs` and `edu` replace PG-19, Proof-Pile and
   FineWeb-Edu. They are far smaller: perplexities on them cannot be compared with the paper's.
-- **One seed per model decides no ranking.** These models differ by up to 19% in block 0, where no memory can help.
+- **One seed per model decides no ranking.** {seeds}
+  They differ by up to {block_0:.0%} in block 0, where no memory can help, although all start from the same weights and
+  see the same samples in the same order.
 - **The gain from memory is in parentheses:** how much the perplexity of a model rises when its memory is erased. It
   shows how much the model depends on its memory, an upper bound on what the memory is worth.
+- **Infini-Transformer has {infini:.1f} times the memory of the others,** as it follows from its heads.
+- **`proofs` has two data hashes,** 25ef764e and 04c7a0f0, of the same rows: the newer one covers more of the
+  tokenizer.
 """
+
+PICTURES = {
+    "PPL by block, proofs": "ppl-by-block",
+    "What memory gains in each block, proofs": "gain-by-block",
+    "PPL by size of the memory, proofs": "ppl-by-memory",
+}
 
 RECALL = """\
 **Recall.** A passkey of two tokens is given in one block and asked for up to 64 blocks later; models were trained on
-distances of up to 8. All memories hold the same number of floats. "8x at test time" is the same trained model as the row
-above, with order and sample points raised eightfold afterwards. All memories: [results](results/README.md#recall).
+distances of up to 8. "8x at test time" is the trained model of the row above, with order and sample points raised
+eightfold afterwards. All memories: [results](results/README.md#recall).
 Record: [recall-small.json](results/recall-small.json).
 """
 SHOWN = (
@@ -51,13 +65,50 @@ SHOWN = (
 )  # fmt: skip
 
 LANGUAGE = """\
-**Language modelling.** Models of 34M parameters, each trained on 150M tokens. The picture shows, on mathematical text
-(`proofs`), how much the perplexity of each model rises when its memory is erased at every block: an upper bound on what
-the memory is worth, as a model trained without memory would have adapted. One seed per model decides no ranking (they
-differ by up to 19% in block 0, where no memory can help), and the paper's ranking is not reproduced yet. What is
-missing, the paper's claims one by one, and how to read the numbers: [results](results/README.md).
+**Language modelling.** Models of {parameters:.0f}M parameters, each trained on {tokens:.0f}M tokens. The picture shows,
+on mathematical text (`proofs`), how much the perplexity of each model rises when its memory is erased at every block:
+an upper bound on what the memory is worth, as a model trained without memory would have adapted. One seed per model
+decides no ranking: models differ by up to {block_0:.0%} in block 0, where no memory can help. {seeds}
+Of {claims} claims of the paper {verdicts}.
+What is missing, the claims one by one, and how to read the numbers: [results](results/README.md).
 Record: [main-small.json](results/main-small.json).
 """
+
+
+def known(root: Path) -> dict[str, Any]:
+    """The numbers in the texts above, from the main table and the ledger."""
+    results = root / "results"
+    entries = read_json(results / "main-small.json")["cells"]
+    models = [entry for entry in entries if entry["column"].endswith(" PPL") and entry["runs"]]
+    first = models[0]["runs"][0]["trained"]
+    by_corpus: dict[str, list[float]] = {}
+    for entry in models:
+        by_corpus.setdefault(entry["corpus"], []).append(by_block(root, entry)[0][0])
+    one = sum(len(entry["runs"]) == 1 for entry in models)
+    size = {entry["row"]: entry["values"]["memory"] for entry in entries if "memory" in entry["values"]}
+    judged = [claim["verdict"] for claim in read_json(results / "claims-small.json")["claims"]]
+    held, not_held, open_ones = (judged.count(verdict) for verdict in (ledger.HELD, ledger.NOT_HELD, ledger.UNDECIDED))
+    return {
+        "parameters": first["parameters"] / 1e6,
+        "tokens": first["tokens"] / 1e6,
+        "seeds": f"{one} of {len(models)} models have one seed so far." if one else "All models have several seeds.",
+        "block_0": max(max(found) / min(found) - 1 for found in by_corpus.values()),
+        "infini": size["Infini-Transformer"] / size["Elastic Memory, exponential"],
+        "claims": len(judged),
+        "verdicts": f"{held} hold, {not_held} do not, {open_ones} are undecided, and "
+        f"{len(judged) - held - not_held - open_ones} lack numbers",
+    }
+
+
+def by_block(root: Path, entry: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """A model's perplexity in each block, with its memory and with it erased; the mean over seeds, of losses."""
+    found: list[list[list[float]]] = []
+    for run in entry["runs"]:
+        measured = read_json(root / "results" / "runs" / f"{run['run']}.json")["measured"]
+        ppl = next(one["metrics"]["ppl"] for one in measured if "P4" in one["metrics"].get("ppl", {}))
+        found.append([ppl["P0"]["by_block"], ppl["P4"]["by_block"]])
+    streamed, erased = np.exp(np.log(found).mean(0)).tolist()
+    return streamed, erased
 
 
 def overview(root: Path) -> str:
@@ -65,7 +116,8 @@ def overview(root: Path) -> str:
     picture = "![What memory gains in each block](results/gain-by-block-small.png)\n"
     speed = f"**Speed.** {headline(root)}"
     links = "Records: [speed](results/speed-paper.json), [peers and streams](benchmarks/results).\n"
-    return "\n".join([RECALL, recall_table(root), LANGUAGE, picture, main(root), speed, links])
+    language = LANGUAGE.format(**known(root))
+    return "\n".join([RECALL, recall_table(root), language, picture, main(root), speed, links])
 
 
 def main(root: Path) -> str:
@@ -106,28 +158,37 @@ def plan(root: Path) -> str:
 
 
 def pictures(root: Path) -> None:
-    """Plots for the main table's models on proofs: PPL by block, and the gain from memory by block."""
+    """Plots: of the main table's models on proofs PPL and gain from memory by block; PPL against the size of memory."""
     results, ppl, gain = root / "results", {}, {}
     for entry in read_json(results / "main-small.json")["cells"]:
-        for run in entry["runs"][:1] if entry["column"] == "{proofs} PPL" else []:
-            measured = read_json(results / "runs" / f"{run['run']}.json")["measured"]
-            found = next(m["metrics"]["ppl"] for m in measured if "P4" in m["metrics"].get("ppl", {}))
-            streamed, erased = found["P0"]["by_block"], found["P4"]["by_block"]
+        if entry["column"] == "{proofs} PPL" and entry["runs"]:
+            streamed, erased = by_block(root, entry)
             blocks = list(range(len(streamed)))
             ppl[entry["row"]] = (blocks, streamed)
             gain[entry["row"]] = (blocks, [100 * (b / a - 1) for a, b in zip(streamed, erased, strict=True)])
+    sizes: dict[str, tuple[list[float], list[float]]] = {}
+    for entry in read_json(results / "memory-scaling-small.json")["cells"]:
+        if entry["values"].get("ppl"):
+            x, y = sizes.setdefault(entry["row"], ([], []))
+            x.append(int(entry["column"].partition("x")[0]))
+            y.append(entry["values"]["ppl"])
     plots.save(plots.lines(ppl, "block of 512 tokens", "PPL"), results / "ppl-by-block-small.png")
     plots.save(
         plots.lines(gain, "block of 512 tokens", "PPL without its memory, % higher"),
         results / "gain-by-block-small.png",
     )
+    by_memory = plots.lines(sizes, "size of the memory, times 1x", "PPL")
+    by_memory.axes[0].set_xscale("log", base=2)
+    plots.save(by_memory, results / "ppl-by-memory-small.png")
 
 
 def index(root: Path) -> str:
     """`results/README.md`: an introduction and all tables."""
     names = [f"{name}-small" for name in (*experiments(), "real-model", "claims")]
     tables = "\n".join((root / "results" / f"{name}.md").read_text() for name in names)
-    return "\n".join([INDEX, tables, "## Recall\n", (root / "results" / "recall-small.md").read_text()])
+    shown = "\n".join(f"![{title}]({name}-small.png)\n" for title, name in PICTURES.items())
+    recalled = (root / "results" / "recall-small.md").read_text()
+    return "\n".join([INDEX.format(**known(root)), tables, shown, "## Recall\n", recalled])
 
 
 def write(root: Path) -> None:

@@ -4,6 +4,7 @@ import ast
 import glob
 import importlib.util
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -195,6 +196,28 @@ def test_the_page_about_your_own_model_shows_the_example():
 def test_speed_tables_are_those_of_the_record(kind, name):
     record = json.loads((ROOT / "results" / "speed-paper.json").read_text())
     assert (ROOT / "results" / f"{name}-paper.md").read_text() == load("speed").table(record, kind).markdown()
+
+
+def test_what_the_pages_of_results_say_is_computed():
+    from scripts import results
+
+    typed = re.sub(r"\{.*?\}", "", results.INDEX + results.LANGUAGE)
+    assert not re.search(r"\d%|\d(?:M| times)\b", typed), "typed, it would not follow the records"
+    found, runs = results.known(ROOT), {}
+    for path in (ROOT / "results" / "runs").glob("small-*-seed*.json"):
+        record = json.loads(path.read_text())
+        model = record["model"]
+        if model["multiple"] == model["points"] == 1 and model["size"] == "1x" and not model["learning_rate"]:
+            runs.setdefault((model["corpus"], model["memory"], model["sampling"]), []).append(record)
+    firsts = {}
+    for (corpus, *_), records in runs.items():
+        ppl = [one["metrics"]["ppl"] for record in records for one in record["measured"] if "ppl" in one["metrics"]]
+        starts = [math.log(one["P0"]["by_block"][0]) for one in ppl if "P4" in one]
+        firsts.setdefault(corpus, []).append(sum(starts) / len(starts))
+    spread = max(max(logs) - min(logs) for logs in firsts.values())
+    assert found["block_0"] == pytest.approx(math.expm1(spread))
+    alone = sum(len(records) == 1 for records in runs.values())
+    assert found["seeds"].startswith(f"{alone} of {len(runs)} models") or not alone
 
 
 def test_results_are_those_on_record():

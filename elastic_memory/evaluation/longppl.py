@@ -10,15 +10,17 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
+from elastic_memory.common.files import sha256
+from elastic_memory.common.strict import read_json
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.inputs import document_of, token_ids
 from elastic_memory.evaluation.journal import Advance, Journal, RowRecord, bootstrap, by_document
@@ -86,7 +88,7 @@ def longppl(
     model: Model,
     tokenizer: Any,
     texts: Sequence[Any],
-    reference: Model | str = LONGPPL_REFERENCE,
+    reference: "Model | Reference | str" = LONGPPL_REFERENCE,
     reference_tokenizer: Any = None,
     trunc_len: int = TRUNC_LEN,
     sliding_window: int = SLIDING_WINDOW,
@@ -108,12 +110,15 @@ def longppl(
     """
     settings = Settings(trunc_len=trunc_len, sliding_window=sliding_window, alpha=alpha, beta=beta)
     if isinstance(reference, str):
-        reference, reference_tokenizer = reference_for(reference, None)
-    finder = KeyTokens(reference, reference_tokenizer, settings, Path(cache) if cache else None)
+        reference = Reference(partial(reference_for, reference, None))
+    elif not isinstance(reference, Reference):
+        given = reference, reference_tokenizer
+        reference = Reference(lambda: given)
+    finder = KeyTokens(reference, settings, Path(cache) if cache else None)
     streamed = streamed or Streamed(model, block_size)
     journal = journal or Journal()
     advance(len(journal.done))
-    if reference_tokenizer is None and not any(isinstance(text, str) for text in texts):
+    if reference.reads_same_tokens and not any(isinstance(text, str) for text in texts):
         # Fail before hours of work.
         _check_length(max((len(token_ids(text)) for text in texts), default=0), settings)
     for index in (i for i in range(len(texts)) if i not in journal.done):
@@ -121,7 +126,7 @@ def longppl(
         losses = streamed(ids[None])[0].double()
         journal.add(_record(index, document_of(texts, index), losses, keys, finder.length))
         advance(1)
-    return _summary(journal.records(), settings, finder.identity)
+    return _summary(journal.records(), settings, reference.identity)
 
 
 @lru_cache(maxsize=1)  # called for every set of conditions
@@ -130,13 +135,59 @@ def load_reference(path: str) -> tuple[Model, Tokenizer | None]:
     return load_model(path), tokenizer_of(path)
 
 
+class Reference:
+    """A model that finds key tokens and its tokenizer, if it has one of its own; loaded only to find new ones.
+
+    `note`: a file that keeps what identifies the model.
+    """
+
+    def __init__(self, load: Callable[[], tuple[Model, Any]], note: Path | None = None):
+        self.load, self.note = load, note
+
+    @classmethod
+    def at(cls, path: str, tokenizer: Tokenizer | None, folder: Path | None) -> "Reference":
+        """The reference at a path; what identifies a GGUF file, slow to load, is kept in the folder of key tokens."""
+        note = None
+        if folder and Path(path).is_file():
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            precision = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
+            what = [sha256(Path(path)), Path(path).name, tokenizer and tokenizer.sha256, kind, precision]
+            note = folder / f"reference-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.json"
+        return cls(partial(reference_for, path, tokenizer), note)
+
+    @cached_property
+    def loaded(self) -> tuple[Model, Any]:
+        """The model, and its tokenizer or None."""
+        return self.load()
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        if self.note and self.note.exists():
+            return read_json(self.note)
+        model, tokenizer = self.loaded
+        name = _name(getattr(model, "name_or_path", "") or type(model).__name__)
+        known: dict[str, Any] = {"reference": name, "weights": weights_hash(model), "precision": _precision(model)}
+        known["shared_tokens"] = tokenizer is None
+        if self.note:
+            _keep(self.note, known)
+        return known
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Its name, a hash of its weights, and its precision."""
+        return {name: value for name, value in self._known.items() if name != "shared_tokens"}
+
+    @property
+    def reads_same_tokens(self) -> bool:
+        """Whether it has the tokenizer of the evaluated model."""
+        return self._known["shared_tokens"]
+
+
 class KeyTokens:
     """Finds the key tokens of texts with a reference model, and keeps their positions on disk."""
 
-    def __init__(self, reference: Model, tokenizer: Any, settings: Settings, folder: Path | None):
-        self.reference, self.tokenizer, self.settings, self.folder = reference, tokenizer, settings, folder
-        self.name = _name(getattr(reference, "name_or_path", "") or type(reference).__name__)
-        self.identity = {"reference": self.name, "weights": weights_hash(reference), "precision": _precision(reference)}
+    def __init__(self, reference: Reference, settings: Settings, folder: Path | None):
+        self.reference, self.settings, self.folder = reference, settings, folder
         self.length = 0  # reference tokens of the latest text
 
     def find(self, tokenizer: Any, text: Any) -> tuple[Int[Tensor, " token"], list[int]]:
@@ -147,10 +198,11 @@ class KeyTokens:
             ids = torch.tensor(listed)
         else:
             ids, spans, text = token_ids(text), [], None
-        if self.tokenizer is not None and text is None:
+        shared = self.reference.reads_same_tokens
+        if not shared and text is None:
             _need(tokenizer, "a reference with a tokenizer of its own")
         written = hashlib.sha256(ids.numpy().tobytes() + (text or "").encode()).hexdigest()
-        identity = {"text": written, "shared_tokens": self.tokenizer is None, **self.identity, **asdict(self.settings)}
+        identity = {"text": written, "shared_tokens": shared, **self.reference.identity, **asdict(self.settings)}
         name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
         path = self.folder / f"{name}.json" if self.folder else None
         if path and path.exists():
@@ -159,32 +211,30 @@ class KeyTokens:
             return ids, stored["keys"]
         keys = [i for i in self._computed(tokenizer, ids, text, spans) if i > 0]
         if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # several processes may find the same key tokens at once: each writes its own file first
-            own = path.with_name(f".{path.name}.{os.getpid()}")
-            own.write_text(json.dumps({**identity, "reference_tokens": self.length, "keys": keys}))
-            own.replace(path)
+            _keep(path, {**identity, "reference_tokens": self.length, "keys": keys})
         return ids, keys
 
     def _computed(self, tokenizer: Any, ids: Tensor, text: str | None, spans: list[Span]) -> list[int]:
-        if self.tokenizer is None:
+        own = self.reference.loaded[1]
+        if own is None:
             return self._positions(ids)
         if text is None:
             text, spans = locate(tokenizer, ids.tolist())
-        listed, covered = encode(self.tokenizer, text, special=True)
+        listed, covered = encode(own, text, special=True)
         marked = merge([covered[i] for i in self._positions(torch.tensor(listed))])
         return inside(spans, marked)
 
     def _positions(self, ids: Int[Tensor, " token"]) -> list[int]:
         """Key tokens among the reference's tokens, up to the last position that it was trained for."""
-        self.length = len(ids)
-        if self.length and int(ids.max()) >= self.reference.config.vocab_size:
+        self.length, model = len(ids), self.reference.loaded[0]
+        if self.length and int(ids.max()) >= model.config.vocab_size:
             raise ValueError(
-                f"token id {int(ids.max())} is outside the vocabulary of the reference {self.name} (size "
-                f"{self.reference.config.vocab_size}): pass its own reference_tokenizer"
+                f"token id {int(ids.max())} is outside the vocabulary of the reference "
+                f"{self.reference.identity['reference']} (size {model.config.vocab_size}): pass its own "
+                "reference_tokenizer"
             )
-        limit = None if has_blocks(self.reference) else getattr(self.reference.config, "max_position_embeddings", None)
-        return key_positions(self.reference, ids[:limit], self.settings)
+        limit = None if has_blocks(model) else getattr(model.config, "max_position_embeddings", None)
+        return key_positions(model, ids[:limit], self.settings)
 
 
 def reference_for(path: str, tokenizer: Tokenizer | None) -> tuple[Model, Any]:
@@ -195,10 +245,9 @@ def reference_for(path: str, tokenizer: Tokenizer | None) -> tuple[Model, Any]:
 
 def key_tokens(reference: str, tokenizer: Tokenizer, texts: Sequence[Any], settings: Settings, cache: Path) -> None:
     """Find the key tokens of rows in advance and keep them in `cache` for `longppl`."""
-    model, own = reference_for(reference, tokenizer)
-    device = next(model.parameters()).device.type
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        finder = KeyTokens(model, own, settings, cache)  # inside: it notes the precision
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):  # as where models are measured
+        finder = KeyTokens(Reference.at(reference, tokenizer, cache), settings, cache)
         for index in range(len(texts)):
             finder.find(transformers_tokenizer(tokenizer), texts[index])
 
@@ -231,6 +280,14 @@ def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settin
 def _together(reference: Model, scored: int) -> int:
     """Windows per call, so that their float32 logits stay below 2 GiB."""
     return max(1, 2**29 // (scored * reference.config.vocab_size))
+
+
+def _keep(path: Path, found: dict[str, Any]) -> None:
+    """Write a file that several processes may write at once, all of them the same: each its own copy first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_name(f".{path.name}.{os.getpid()}")
+    own.write_text(json.dumps(found))
+    own.replace(path)
 
 
 def transformers_tokenizer(tokenizer: Any) -> Any:

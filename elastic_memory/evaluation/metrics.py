@@ -15,7 +15,7 @@ from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation import mqar, ruler
 from elastic_memory.evaluation.corruption import corrupted
 from elastic_memory.evaluation.journal import Advance, Journal
-from elastic_memory.evaluation.longppl import Settings, longppl, reference_for, transformers_tokenizer
+from elastic_memory.evaluation.longppl import Reference, Settings, longppl, transformers_tokenizer
 from elastic_memory.evaluation.losses import Model, Streamed, has_blocks
 from elastic_memory.evaluation.perplexity import PROTOCOLS, perplexity
 from elastic_memory.evaluation.recall import DISTANCES, TASKS, fit, learn, recall
@@ -103,17 +103,16 @@ def _ppl(evaluation: Evaluation, advance: Advance) -> dict[str, Any]:
 
 
 def _longppl(evaluation: Evaluation, advance: Advance) -> Any:
-    reference, own = reference_for(evaluation.reference, evaluation.tokenizer)
+    reference = Reference.at(evaluation.reference, evaluation.tokenizer, evaluation.keys)
     settings = asdict(evaluation.settings)
     result = longppl(
         evaluation.model,
         transformers_tokenizer(evaluation.tokenizer),
         evaluation.rows,
         reference,
-        own,
         **settings,
         cache=evaluation.keys,
-        journal=evaluation.journal(f"longppl {fingerprint(reference)} {settings}"),
+        journal=evaluation.journal(f"longppl {reference.identity} {settings}"),
         advance=advance,
         streamed=evaluation.streamed,
     )

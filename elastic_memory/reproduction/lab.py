@@ -80,6 +80,7 @@ class Lab:
         # slow, and needed for many cells of the same model
         self.folder, self.run, self.counted = cache(self._folder), cache(self._run), cache(self._counted)
         self.recipe = cache(self._recipe)
+        self.tokenizer = cache(lambda corpus: self.test_rows(corpus).tokenizer())
 
     # -- what there is
 
@@ -244,7 +245,7 @@ class Lab:
             task = Evaluation(
                 model=load_model(str(run.folder)),
                 rows=self.spread(model.corpus, group[0]),
-                tokenizer=rows.tokenizer(),
+                tokenizer=self.tokenizer(model.corpus),
                 conditions=conditions,
                 # P4 erases memory at every block: the gain from memory within one model
                 protocols=("P0", "P4") if conditions == Conditions() else ("P0",),
@@ -262,7 +263,8 @@ class Lab:
         if self.reference:
             rows = self.test_rows(corpus)
             settings = Settings.scaled(rows.length)
-            key_tokens(self.reference, rows.tokenizer(), self.spread(corpus, "longppl"), settings, self.work / "keys")
+            tokenizer, spread = self.tokenizer(corpus), self.spread(corpus, "longppl")
+            key_tokens(self.reference, tokenizer, spread, settings, self.work / "keys")
             write_json(self._found(corpus), {"reference": self.reference, "rows": rows.fingerprint})
 
     def has_keys(self, corpus: str) -> bool:

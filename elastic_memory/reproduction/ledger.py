@@ -2,10 +2,12 @@
 
 A claim is a list of comparisons, each saying that one number is below another. Numbers are compared as logarithms,
 averaged over seeds. Between two models the interval of the difference comes from the variance between seeds, pooled
-over all models with several seeds: Student's t, 95% for all comparisons of a claim together (Bonferroni), undecided
-with fewer than three degrees of freedom. Between two readings of the same runs the interval is a bootstrap over
-documents, and needs two runs. A comparison holds if its interval is below zero, and does not if it is above. A claim
-holds if all its comparisons hold, and does not if one of them does not.
+over all models with several seeds: Student's t, undecided with fewer than three degrees of freedom. Between two
+readings of the same runs it is a bootstrap over documents, and needs two runs. Times of training steps come from the
+table of speeds, at the paper's sizes; how uncertain one is follows from both samplings of Elastic Memory, which run the
+same operations. Intervals are 95% for all comparisons of a claim together (Bonferroni). A comparison holds if its
+interval is below zero, and does not if it is above. A claim holds if all its comparisons hold, and does not if one of
+them does not.
 """
 
 import math
@@ -24,6 +26,7 @@ from elastic_memory.report.tables import Table
 
 HELD, NOT_HELD, UNDECIDED, MISSING = "held", "not held", "undecided at this scale", "no numbers yet"
 INCOMPLETE = "numbers still missing"
+SPEED = "speed-paper.json"  # of every tier: speeds do not depend on what was learnt
 FREEDOM = 3  # the least degrees of freedom for an estimate of the variance between seeds
 
 Place = tuple[str, str, str]  # row, column and metric of a table
@@ -31,13 +34,16 @@ Place = tuple[str, str, str]  # row, column and metric of a table
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper: `pairs` of places in one table, of which the first must be lower."""
+    """A claim of the paper: `pairs` of places in one table, of which the first must be lower than `factor` times the
+    second.
+    """
 
     name: str
     section: str
     text: str
     table: str
     pairs: tuple[tuple[Place, Place], ...]
+    factor: float = 1.0
 
 
 EXP, UNI = "Elastic Memory, exponential", "Elastic Memory, uniform"
@@ -60,6 +66,12 @@ MEMORY_PPL, MEMORY_LONG = ([f"{size} {metric}" for size in SIZES] for metric in 
 MODEL_PPL, MODEL_LONG = ([f"{size} {metric}" for size in SIZES[:3]] for metric in ("PPL", "LongPPL"))
 INJECTED = ("{books}", "{proofs}", "{edu}", *(f"memory {size}" for size in SIZES[1:]), "model 2x", "model 4x")
 S_EXP, S_UNI = "Elastic, exponential", "Elastic, uniform"
+TIME, SPEEDS = "time of a step", ("1x", "200m", "400m")
+
+
+def _faster(others: Iterable[str], columns: Iterable[str]) -> tuple[tuple[Place, Place], ...]:
+    return tuple(pair for row in (S_EXP, S_UNI) for pair in _each(row, others, columns, TIME))
+
 
 CLAIMS = (
     Claim(
@@ -122,13 +134,27 @@ CLAIMS = (
         + _each("exponential, read uniform", ("exponential",), INJECTED, "longppl"),
     ),
     Claim(
-        "robust", "3.6", "Under noise in all layers Elastic Memory keeps a lower PPL than Memorizing Transformer",
-        "corruption",
+        "robust", "3.6", "Under noise in all layers Elastic Memory keeps a lower PPL and LongPPL than Memorizing "
+        "Transformer", "corruption",
         tuple(
             pair
             for row in (UNI, EXP)
-            for pair in _each(row, ("Mem. Transformer",), ("hardly 25%", "hardly 50%", "hardly 75%"), "ppl")
+            for metric in ("ppl", "longppl")
+            for pair in _each(row, ("Mem. Transformer",), ("hardly 25%", "hardly 50%", "hardly 75%"), metric)
         ),
+    ),
+    Claim(
+        "close-speed", "3.7",
+        "At 1x Elastic Memory trains nearly as fast as Transformer++ and Memorizing Transformer (at most 10% slower)",
+        "speed", _faster(("Transformer++", "Mem. Transformer"), SPEEDS[:1]), factor=1.1,
+    ),
+    Claim(
+        "faster", "3.7", "Elastic Memory trains faster than Infini-Transformer and Melodi at every model size",
+        "speed", _faster(("Infini-Transformer", "Melodi"), SPEEDS),
+    ),
+    Claim(
+        "memory-costs", "3.7", "Elastic Memory trains more slowly at 16x than at 1x", "speed",
+        tuple(((row, "1x", TIME), (row, "16x", TIME)) for row in (S_EXP, S_UNI)),
     ),
     Claim(
         "reconstruction", "B", "Reconstruction error and PPL both fall as the order grows", "reconstruction",
@@ -146,10 +172,34 @@ def judge(results: Path, tier: str) -> list[dict[str, Any]]:
     tables = {}
     for name in dict.fromkeys(claim.table for claim in CLAIMS):
         path = results / f"{name}-{tier}.json"
-        if path.exists():
+        if name != "speed" and path.exists():
             tables[name] = {(cell["row"], cell["column"]): cell for cell in read_json(path)["cells"]}
     noise = seed_noise(cell for cells in tables.values() for cell in cells.values())
+    if (results / SPEED).exists():
+        tables["speed"] = _times(read_json(results / SPEED)["cells"])
+        noise |= time_noise(tables["speed"])
     return [_verdict(claim, tables.get(claim.table, {}), noise) for claim in CLAIMS]
+
+
+def _times(measured: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The table of speeds as cells of one run each: times of a training step, of Transformer++ of that size 1."""
+    cells = {}
+    for key, cell in measured.items():
+        row, _, column = key.partition("|")
+        run = {"run": key, "values": {TIME: 1 / cell["training_ratio"]}}
+        cells[row, column] = {"values": run["values"], "runs": [run]}
+    return cells
+
+
+def time_noise(cells: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, tuple[float, int]]:
+    """The standard deviation of the logarithm of one time, and the degrees of freedom.
+
+    Both samplings run the same operations: how their times differ is twice the variance of one.
+    """
+    both = [column for row, column in cells if row == S_EXP and (S_UNI, column) in cells]
+    times = [[_logs(cells[row, column], TIME)[0] for row in (S_EXP, S_UNI)] for column in both]
+    squares = [(one - other) ** 2 for one, other in times]
+    return {TIME: (math.sqrt(statistics.fmean(squares) / 2), len(squares))} if squares else {}
 
 
 def seed_noise(cells: Iterable[dict[str, Any]]) -> dict[str, tuple[float, int]]:
@@ -199,12 +249,12 @@ def _logs(cell: Mapping[str, Any], metric: str) -> list[float]:
 def _verdict(
     claim: Claim, cells: Mapping[tuple[str, str], dict[str, Any]], noise: Mapping[str, tuple[float, int]]
 ) -> dict[str, Any]:
-    known = {
-        metric: (sd, student(1 - 0.025 / len(claim.pairs), freedom))
-        for metric, (sd, freedom) in noise.items()
-        if freedom >= FREEDOM
-    }
-    compared = [_compare(cells.get(low[:2]), cells.get(high[:2]), low, high, known) for low, high in claim.pairs]
+    tail = 0.025 / len(claim.pairs)
+    known = {metric: (sd, student(1 - tail, freedom)) for metric, (sd, freedom) in noise.items() if freedom >= FREEDOM}
+    compared = [
+        _compare(cells.get(low[:2]), cells.get(high[:2]), low, high, known, tail, claim.factor)
+        for low, high in claim.pairs
+    ]
     verdicts = {entry["verdict"] for entry in compared}
     if NOT_HELD in verdicts:
         verdict = NOT_HELD
@@ -228,6 +278,8 @@ def _compare(
     place: Place,
     other: Place,
     noise: Mapping[str, tuple[float, float]],
+    tail: float,
+    factor: float,
 ) -> dict[str, Any]:
     """One comparison: the relative difference, its interval, and the verdict."""
     metric = place[2]
@@ -244,7 +296,7 @@ def _compare(
     assert low and high
     names = [[run["run"] for run in _having(cell, metric)] for cell in (low, high)]
     if names[0] == names[1] and metric in ("ppl", "longppl"):
-        logs = _paired(low, high, metric)
+        logs = _paired(low, high, metric, tail)
     elif metric in noise:
         sd, quantile = noise[metric]
         margin = quantile * sd * math.sqrt(1 / len(ours) + 1 / len(theirs))
@@ -252,14 +304,17 @@ def _compare(
     else:
         return entry | {"interval": None, "verdict": UNDECIDED}
     interval = [math.expm1(value) for value in logs]
-    verdict = HELD if interval[1] < 0 else NOT_HELD if interval[0] > 0 else UNDECIDED
-    if len(ours) + len(theirs) < 3:
+    verdict = HELD if interval[1] < factor - 1 else NOT_HELD if interval[0] > factor - 1 else UNDECIDED
+    if metric != TIME and len(ours) + len(theirs) < 3:
         verdict = UNDECIDED  # another seed might say the opposite
     return entry | {"interval": interval, "verdict": verdict}
 
 
-def _paired(low: dict[str, Any], high: dict[str, Any], metric: str, draws: int = 1000) -> list[float]:
-    """The 95% bootstrap interval over documents of the difference between two readings of the same runs."""
+def _paired(low: dict[str, Any], high: dict[str, Any], metric: str, tail: float, draws: int = 10_000) -> list[float]:
+    """The bootstrap interval over documents of the difference between two readings of the same runs.
+
+    `tail`: the share of draws outside it, on either side.
+    """
     sums = []
     for cell in (low, high):
         documents = [run["measured"][metric]["by_document"] for run in _having(cell, metric)]
@@ -267,7 +322,7 @@ def _paired(low: dict[str, Any], high: dict[str, Any], metric: str, draws: int =
         sums.append(np.array([[found[name] for name in names] for found in documents]).sum(0))
     weights = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), size=draws)
     drawn = [(weights @ total[:, 0]) / (weights @ total[:, 1]) for total in sums]
-    return np.quantile(drawn[0] - drawn[1], [0.025, 0.975]).tolist()
+    return np.quantile(drawn[0] - drawn[1], [tail, 1 - tail]).tolist()
 
 
 def summary(judged: list[dict[str, Any]], tier: str) -> Table:
@@ -280,7 +335,8 @@ def summary(judged: list[dict[str, Any]], tier: str) -> Table:
     note = (
         f"Tier {tier}. Comparisons held / not held / undecided / not measured yet. One between models is decided where "
         "the difference is larger than what seeds explain, one between readings of the same models where it is larger "
-        "than what documents explain (95%); one run alone decides nothing. "
+        "than what documents explain (95%); one run alone decides nothing. Speeds (3.7) are those of "
+        f"`{SPEED}`, decided where two measurements of the same operations do not differ as much. "
         f"Made by `elastic reproduce claims --tier {tier}`."
     )
     return Table("The paper's claims, checked", ["claim", "verdict", "comparisons"], rows, note)
@@ -289,7 +345,7 @@ def summary(judged: list[dict[str, Any]], tier: str) -> Table:
 def write(results: Path, tier: str) -> Table:
     """Judge all claims and write `claims-<tier>.json` and the ledger's table."""
     judged = judge(results, tier)
-    if all(entry["verdict"] == MISSING for entry in judged):
+    if all(entry["verdict"] == MISSING for entry in judged if entry["table"] != "speed"):
         raise ValueError(
             f"{results} has no table of tier {tier} with numbers: run `elastic reproduce main --tier {tier}`"
         )

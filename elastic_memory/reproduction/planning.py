@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic_memory.reproduction.experiment import Experiment
+from elastic_memory.reproduction.experiment import CORPUS_ORDER, Experiment
 from elastic_memory.reproduction.lab import Lab, Trained
 from elastic_memory.reproduction.scheduler import Task
 from elastic_memory.reproduction.tables import experiments, wanted
 from elastic_memory.reproduction.worker import Job
 from elastic_memory.training.plan import Measured, make_plan, measurements
 
-MEASURING = 60.0  # seconds allowed for measuring a model after training
+MEASURING = 60.0  # seconds allowed for starting a process and for measuring its model
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,12 @@ class Todo:
 def to_do(
     lab: Lab, tables: Sequence[Experiment], seeds: int | None = None, speeds: Sequence[Measured] | None = None
 ) -> list[Todo]:
-    """All models of some tables with incomplete records, most important first; `speeds` if they are known."""
-    models = dict.fromkeys(model for experiment in tables for model in experiment.models(lab, seeds))
+    """All models of some tables with incomplete records, most important first; `speeds` if they are known.
+
+    Tables in their order; but further seeds of other corpora than the first come last, as they decide the least.
+    """
+    models = list(dict.fromkeys(model for experiment in tables for model in experiment.models(lab, seeds)))
+    models.sort(key=lambda model: model.seed != lab.tier.seeds[0] and model.corpus != CORPUS_ORDER[0])
     speeds = measurements(lab.out / "runs") if speeds is None else speeds
     found = []
     for model in models:
@@ -83,5 +87,8 @@ def status(lab: Lab) -> tuple[list[list[str]], str]:
         rows.append(
             [experiment.name, str(numbers), str(missing), str(len(first)), str(len(more)), f"{minutes:.0f}{mark}"]
         )
-    note = "A run that several tables need is counted in the first of them. GPU minutes: estimated from measured runs."
+    note = (
+        "A run that several tables need is counted in the first of them. GPU minutes: training, estimated from measured "
+        "runs; starting and measuring take about a minute more a run, while others use the GPU."
+    )
     return rows, note + (" +: and runs of a kind that was never measured." if unknown else "")

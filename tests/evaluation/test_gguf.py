@@ -6,6 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from elastic_memory.evaluation.loading import load_config, load_model, tokenizer_of
+from elastic_memory.evaluation.longppl import Settings, load_reference
+from elastic_memory.evaluation.metrics import Evaluation, evaluate
 
 gguf = pytest.importorskip("gguf", reason="comes with the dev extra")
 NAMES = {
@@ -74,3 +76,28 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'elastic-memory\[gguf\]'"):
         load_model(str(tmp_path / "none.gguf"))
+
+
+def test_a_file_is_not_loaded_again_when_all_its_key_tokens_are_known(tmp_path, monkeypatch):
+    """Loading takes half a minute, in every process that measures a model."""
+    write(tiny(), tmp_path / "tiny.gguf")
+    model, tokenizer = tiny(), tokenizer_of(str(tmp_path / "tiny.gguf"))
+    rows = list(torch.randint(0, 26, (3, 40), generator=torch.Generator().manual_seed(0)))
+    settings = Settings(trunc_len=8, sliding_window=4, alpha=-1.0, beta=-20.0)
+
+    def measured(keys):
+        named = Evaluation(
+            model=model, rows=rows, tokenizer=tokenizer, reference=str(tmp_path / "tiny.gguf"), settings=settings,
+            keys=keys,
+        )  # fmt: skip
+        return evaluate(named, ["longppl"])["longppl"]
+
+    first = measured(tmp_path / "keys")
+    assert first.key_tokens and first == measured(tmp_path / "others")
+    load_reference.cache_clear()
+    monkeypatch.setitem(load_reference.__wrapped__.__globals__, "load_model", None)  # a second load would fail
+    assert measured(tmp_path / "keys") == first
+    with (tmp_path / "tiny.gguf").open("ab") as file:
+        file.write(b"\0")  # another model
+    with pytest.raises(TypeError):
+        measured(tmp_path / "keys")

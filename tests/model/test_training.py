@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic_memory as em
 from elastic_memory.fast import compiled as compilation
@@ -50,6 +51,37 @@ def test_block_0_reaches_the_last_block(model, ids):
         assert not torch.equal(model(ids).logits[:, 40:], model(changed).logits[:, 40:])
         none = small_model("none")
         assert torch.equal(none(ids).logits[:, 40:], none(changed).logits[:, 40:])
+
+
+def plain(model, names):
+    return {name: parameter for name, parameter in model.named_parameters() if name in names}
+
+
+@pytest.mark.parametrize("memory", [*MEMORIES, "full"])
+def test_models_of_one_seed_start_alike_and_are_one_function_in_block_0(memory, ids):
+    """What later differs in block 0 comes from training with another mechanism, not from another start."""
+    none = small_model("none", initializer_range=0.15)
+    options = dict(local_attention="full") if memory == "full" else {}
+    model = small_model("none" if memory == "full" else memory, initializer_range=0.15, **options)
+    shared = dict(none.named_parameters())
+    assert all(torch.equal(shared[name], weight) for name, weight in plain(model, shared).items())
+    assert len(plain(model, shared)) == len(shared)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits[:, :8], none(ids).logits[:, :8], atol=1e-5, rtol=0)
+    for one in (none, model):
+        one(ids[:, :8], labels=ids[:, :8]).loss.backward()
+    assert_same_gradients(
+        {name: weight.grad for name, weight in shared.items()},
+        {name: weight.grad for name, weight in plain(model, shared).items()},
+    )
+
+
+def test_full_attention_is_llama(ids):
+    model = small_model("none", local_attention="full", initializer_range=0.15)
+    llama = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "model_type": "llama"}))
+    llama.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(ids).logits, llama(ids).logits, atol=1e-5, rtol=0)
+    assert_same_gradients(gradients(model, ids), gradients(llama, ids))
 
 
 @pytest.mark.parametrize("order", [4, 11, 30])

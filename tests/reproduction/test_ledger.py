@@ -9,7 +9,7 @@ import pytest
 
 from elastic_memory.reproduction import ledger
 from elastic_memory.reproduction.ledger import HELD, INCOMPLETE, MISSING, NOT_HELD, UNDECIDED
-from elastic_memory.reproduction.tables import experiments
+from elastic_memory.reproduction.tables import experiments, speed
 
 ROOT = Path(__file__).parents[2]
 BEST = next(claim for claim in ledger.CLAIMS if claim.name == "beats-no-memory")
@@ -30,9 +30,42 @@ def judged(tmp_path, table: str, cells: list[dict]) -> dict[str, dict]:
 
 def test_every_place_of_every_claim_exists():
     for claim in ledger.CLAIMS:
-        experiment = experiments()[claim.table]
-        for place in (place for pair in claim.pairs for place in pair):
-            assert place[0] in experiment.rows and place[1] in experiment.columns, (claim.name, place)
+        for row, column, _ in (place for pair in claim.pairs for place in pair):
+            if claim.table == "speed":
+                assert column in speed.ROWS[row][1], (claim.name, row, column)
+            else:
+                table = experiments()[claim.table]
+                assert row in table.rows and column in table.columns, (claim.name, row, column)
+
+
+def test_every_section_of_experiments_has_claims():
+    assert {claim.section for claim in ledger.CLAIMS} == {"3.2", "3.3", "3.4", "3.5", "3.6", "3.7", "B"}
+
+
+def speeds(tmp_path, **ratios):
+    """Elastic Memory at these ratios to Transformer++, Memorizing as fast as that; the samplings differ by 1%."""
+    at = {"Transformer++|1x": 1.0, "Mem. Transformer|1x": 1.0}
+    for column, ratio in ratios.items():
+        at |= {f"{ledger.S_EXP}|{column}": ratio, f"{ledger.S_UNI}|{column}": ratio * 1.01}
+    cells = {key: {"training_ratio": ratio} for key, ratio in at.items()}
+    (tmp_path / ledger.SPEED).write_text(json.dumps({"cells": cells}))
+    return {entry["claim"]: entry for entry in ledger.judge(tmp_path, "small")}
+
+
+def test_speeds_are_decided_by_what_two_measurements_of_the_same_differ_by(tmp_path):
+    even = dict.fromkeys(("2x", "4x", "8x"), 0.9)
+    assert speeds(tmp_path, **{"1x": 1.0, "16x": 0.8}, **even)["memory-costs"]["verdict"] == HELD
+    assert speeds(tmp_path, **{"1x": 0.8, "16x": 1.0}, **even)["memory-costs"]["verdict"] == NOT_HELD
+    found = speeds(tmp_path, **{"1x": 0.97, "16x": 0.96}, **even)
+    assert found["memory-costs"]["verdict"] == UNDECIDED and found["close-speed"]["verdict"] == HELD
+    assert found["faster"]["verdict"] == MISSING
+    assert speeds(tmp_path, **{"1x": 0.8, "16x": 0.8}, **even)["close-speed"]["verdict"] == NOT_HELD
+    one = found["memory-costs"]["comparisons"][0]
+    # Student's t of 5 degrees of freedom, 95% for two comparisons together
+    margin = 3.163 * math.log(1.01) / math.sqrt(2) * math.sqrt(2)
+    assert math.log1p(one["interval"][1]) - math.log1p(one["difference"]) == pytest.approx(margin, rel=0.01)
+    with pytest.raises(ValueError, match="no table of tier small"):
+        ledger.write(tmp_path, "small")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +102,12 @@ def test_readings_of_the_same_runs_are_compared_document_by_document(tmp_path):
     one = {str(i): [100.0 + i, 50] for i in range(20)}
     other = {str(i): [99.0 + i, 50] for i in range(20)}
     low, high = (cell("run", name, [1.0], documents=documents) for name, documents in (("a", other), ("b", one)))
-    interval = ledger._paired(low, high, "ppl")
+    interval = ledger._paired(low, high, "ppl", 0.025)
     assert interval == pytest.approx([-1 / 50, -1 / 50])
+    mixed = {str(i): [100.0 + i + 3 * math.sin(i), 50] for i in range(20)}
+    wide = cell("run", "c", [1.0], documents=mixed)
+    one_of_many, alone = (ledger._paired(wide, high, "ppl", tail) for tail in (0.025 / 9, 0.025))
+    assert one_of_many[0] < alone[0] < alone[1] < one_of_many[1], "one of nine comparisons needs more than one alone"
     rows = {"uniform": one, "uniform, read exponential": other}
     cells = [
         cell(row, column, [8.0, 8.0], documents=documents) | {"row": row}
@@ -86,7 +123,7 @@ def test_readings_of_the_same_runs_are_compared_document_by_document(tmp_path):
 
 
 def test_the_committed_ledger_is_what_the_committed_tables_say(tmp_path):
-    for path in (ROOT / "results").glob("*-small.json"):
+    for path in [*(ROOT / "results").glob("*-small.json"), ROOT / "results" / ledger.SPEED]:
         (tmp_path / path.name).write_bytes(path.read_bytes())
     ledger.write(tmp_path, "small")
     for name in ("claims-small.json", "claims-small.md"):

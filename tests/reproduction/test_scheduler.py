@@ -152,6 +152,17 @@ def test_jobs_are_a_corpus_keys_first_and_then_its_models(tmp_path):
     assert [one.model.corpus for one in todo] == ["proofs"] * 6 + ["books"] * 6 + ["edu"] * 6
 
 
+def test_further_seeds_of_further_corpora_come_last(tmp_path):
+    todo = [
+        one.model for one in to_do(Lab("small", tmp_path), [experiments()[name] for name in ("main", "memory-scaling")])
+    ]
+    steps = [(model.corpus, model.seed, model.multiple > 1 or model.points > 1) for model in todo]
+    assert list(dict.fromkeys(steps)) == [
+        ("proofs", 1, False), ("books", 1, False), ("edu", 1, False), ("proofs", 2, False), ("proofs", 3, False),
+        ("proofs", 1, True), ("proofs", 2, True), ("books", 2, False), ("edu", 2, False),
+    ]  # fmt: skip
+
+
 def test_time_is_estimated_from_records_of_any_tier(tmp_path):
     other = shutil.ignore_patterns("[!s]*")  # all but tier small's
     shutil.copytree(ROOT / "results" / "runs", tmp_path / "runs", ignore=other)
