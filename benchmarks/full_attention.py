@@ -52,7 +52,7 @@ def main() -> None:
         prepare("stdlib", Path(name) / "rows", tokenizer="bytes", length=LENGTH)
         pairs = [(kind, seed) for seed in options.seeds for kind in ("block", "full")]
         rows = [measure(Path(name), kind, options.steps, seed) for kind, seed in pairs]
-    options.out.write_text(json.dumps({**environment(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    options.out.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         prepare("stdlib", Path(name) / "rows", tokenizer="bytes", length=512)
         rows = [measure(Path(name), variant, seed) for seed in options.seeds for variant in VARIANTS]
-    options.out.write_text(json.dumps({**environment(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    options.out.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from elastic_memory import hippo, operators
+from elastic_memory.common.environment import environment
 from elastic_memory.operators import Bank
 
 BLOCK, BLOCKS, POINTS = 2048, 16, 512
@@ -139,7 +140,13 @@ def main() -> None:
         if f"{name}, by exponentials" in seconds
     }
     today = datetime.date.today().isoformat()
-    record = {"date": today, **where, "results": results, "exponentials_over_closed_form": ratios}
+    record = {
+        "date": today,
+        **where,
+        "environment": environment(),
+        "results": results,
+        "exponentials_over_closed_form": ratios,
+    }
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"operators-{arguments.device}-{today}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")

@@ -307,7 +307,7 @@ def main() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would go on slowly, and uncompiled
     record: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "environment": environment() | {"torch": torch.__version__, "transformers": transformers.__version__},
+        "environment": environment() | {"transformers": transformers.__version__},
         "device": torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads",
         "preset": preset,
         "length": LENGTHS[preset],

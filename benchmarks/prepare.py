@@ -10,12 +10,12 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
+from elastic_memory.common.environment import environment
 from elastic_memory.data import load_tokenizer, prepare
 from elastic_memory.data.corpora import find_parts
 
@@ -66,7 +66,7 @@ def main() -> None:
     rates = {name: round(size / min(taken), 2) for name, taken in times.items() if taken}
     record = {
         "date": datetime.date.today().isoformat(),
-        "machine": platform.machine(),
+        "environment": environment(),
         "cores": len(os.sched_getaffinity(0)),
         "load_before": load,
         "tokenizer": tokenizer.name,

@@ -53,6 +53,12 @@ PICTURES = {
     "PPL by size of the memory, proofs": "ppl-by-memory",
 }
 
+# Rows of the table of speeds, by the recipe whose first model they are.
+MEASURED = {
+    "Transformer++|1x": "none", "Mem. Transformer|1x": "memorizing", "Infini-Transformer|1x": "infini",
+    "Melodi|1x": "melodi", "Elastic, exponential|1x": "elastic",
+}  # fmt: skip
+
 RECALL = """\
 **Recall.** A passkey of two tokens is given in one block and asked for up to 64 blocks later; models were trained on
 distances of up to 8. "8x at test time" is the trained model of the row above, with order and sample points raised
@@ -140,7 +146,12 @@ def recall_table(root: Path) -> str:
 def plan(root: Path) -> str:
     """Time and cost of the paper's runs on eight H200, estimated from the runs in `results/`."""
     devices, price, rows = 8, 2.5, []
-    measured = measurements(root / "results")
+    measured, record = measurements(root / "results"), read_json(root / "results" / "speed-paper.json")
+    steps = {
+        MEASURED[name]: cell["training"] * record["length"]
+        for name, cell in record["cells"].items()
+        if name in MEASURED
+    }
     for path in sorted((RECIPES / "paper").glob("*.yaml")):
         recipes = [] if path.stem == "base" else variants(path)
         plans = [make_plan(recipe, measured, devices, price) for recipe in recipes]
@@ -151,9 +162,21 @@ def plan(root: Path) -> str:
             hours = f"{first.hours:.0f}" if first else "?"
             total, cost = sum(one.hours or 0 for one in known), sum(one.cost or 0 for one in known)
             every = [f"{total:.0f}", f"{cost:,.0f}"] if len(known) == len(plans) else ["?", "?"]
-            rows.append([f"paper/{path.stem}", str(len(plans)), speed, hours, *every])
-    columns = ["recipe", "models", "tokens/s a GPU, first model", "hours, first model", "hours, all", "cost, all"]
-    note = f"40B tokens a model on {devices} H200 at {price} a GPU and hour, from the runs in `results/runs`."
+            timed = f"{steps[path.stem] / 1e3:.0f}k"
+            rows.append([f"paper/{path.stem}", str(len(plans)), speed, timed, hours, *every])
+    columns = [
+        "recipe",
+        "models",
+        "tokens/s a GPU, first model",
+        "measured",
+        "hours, first model",
+        "hours, all",
+        "cost, all",
+    ]
+    note = (
+        f"40B tokens a model on {devices} H200 at {price} a GPU and hour, scaled from the runs in `results/runs`. "
+        "Measured: training steps of the first model ([speed](speed.md))."
+    )
     return Table("The plan", columns, rows, note).markdown()
 
 

@@ -235,3 +235,41 @@ def test_results_are_those_on_record():
         "run python scripts/results.py"
     )
     assert (ROOT / "results" / "README.md").read_text() == results.index(ROOT), "run python scripts/results.py"
+
+
+def section(page: str, start: str, end: str) -> str:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return text[text.index(start) + len(start) :].split(end)[0]
+
+
+def test_typed_figures_of_speed_are_those_of_their_records():
+    from elastic_memory.report.speed import newest
+
+    said = section("docs/speed.md", "**Main results**", "**How ratios")
+    cells = json.loads((ROOT / "results" / "speed-paper.json").read_text())["cells"]
+    small, large = (cells[f"Elastic, exponential|{size}"]["training_ratio"] for size in ("1x", "16x"))
+    assert f"at {small:.0%} of the throughput" in said and f"16 times the memory, {large:.0%}" in said
+    peers = {row["name"]: row.get("tokens_per_s") for row in newest(ROOT, "peers")["peers"]}
+    assert f"{peers['Transformer++'] / peers['transformers Llama']:.1f} times as fast" in said
+    for rows, what in ((1, "{} times as many tokens/s"), (64, "{} times for 64 rows")):
+        speeds = {
+            run["way"]: run["tokens_per_s"] for run in newest(ROOT, "generate-h200")["runs"] if run["rows"] == rows
+        }
+        assert what.format(round(speeds["ours"] / speeds["transformers' Llama"])) in said
+    first, *_, last = (row["decode_tokens_per_s"] for row in newest(ROOT, "streaming-h200")["runs"][0]["rows"])
+    assert abs(last / first - 1) < 0.01 and f"at {round(last, -3):,.0f} tokens/s for one row" in said
+
+
+def test_typed_figures_of_choices_are_those_of_their_records():
+    cells = json.loads((ROOT / "results" / "learning-rate-small.json").read_text())["cells"]
+    said = section("docs/choices.md", "### learning rate at tier small", "###")
+    for cell in cells:
+        if cell["row"] != "Full attention":
+            assert f"{cell['values']['ppl']:.1f}" in said, cell["row"]
+    record = json.loads((ROOT / "benchmarks" / "results" / "infini-gates-cpu-2026-11-16.json").read_text())
+    found = {}
+    for row in record["rows"]:
+        found.setdefault((row["norm"], row["gate"], row["gate_lr_scale"]), []).append(f"{row['ppl']:.2f}")
+    said = section("docs/choices.md", "### Infini-Transformer's norm and gates", "###").replace("**", "")
+    for (norm, *_), figures in found.items():
+        assert (" and " if norm is None else ", ").join(figures) in said, figures

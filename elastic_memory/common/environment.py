@@ -23,6 +23,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "torch": torch.__version__,
         "accelerate": accelerate.__version__,
         "cuda": torch.version.cuda,
         "commit": commit(),

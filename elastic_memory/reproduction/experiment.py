@@ -132,12 +132,14 @@ class Experiment:
 
 
 def _check_alike(entries: list[dict[str, Any]]) -> None:
-    """Refuse a table of numbers that are not comparable: other test rows or other key tokens."""
+    """Refuse a table of numbers that are not comparable: other training or test rows, or other key tokens."""
     seen: dict[tuple[str, ...], tuple[str, str]] = {}
     for entry in entries:
         for run in entry["runs"]:
             for metric, how in run["measured"].items():
-                facts = {"test rows": how["data"]["sha256"]} if metric != "reconstruction" else {}
+                # The hash of training rows covers that of the tokenizer, which older records have in a former version.
+                facts = {f"training rows ({how['data']['tokenizer'][:8]})": run["trained"]["data"]}
+                facts |= {"test rows": how["data"]["sha256"]} if metric != "reconstruction" else {}
                 if metric == "longppl":
                     facts["reference"] = how["reference"]["weights"]
                 for name, value in facts.items():
@@ -270,6 +272,16 @@ def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
     keyed = [how for metric, how in measured if metric == "longppl"]
     for text in dict.fromkeys(_reference(how) for how in keyed):
         parts.append(f"LongPPL[{text}].")
+    counted = {
+        entry["corpus"]: how["key_tokens"]
+        for entry in entries
+        for run in entry["runs"]
+        for metric, how in run["measured"].items()
+        if metric == "longppl"
+    }
+    if counted:
+        found = ", ".join(f"{lab.tier.title(corpus)} {count:,}" for corpus, count in counted.items())
+        parts.append(f"Key tokens: {found}.")
     if any(how["key_tokens"] < FEW_KEY_TOKENS for how in keyed):
         parts.append(f"† fewer than {FEW_KEY_TOKENS} key tokens: too few to mean much.")
     made: dict[tuple[str, str], set[str]] = {}

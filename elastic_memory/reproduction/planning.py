@@ -88,7 +88,7 @@ def status(lab: Lab) -> tuple[list[list[str]], str]:
             [experiment.name, str(numbers), str(missing), str(len(first)), str(len(more)), f"{minutes:.0f}{mark}"]
         )
     note = (
-        "A run that several tables need is counted in the first of them. GPU minutes: training, estimated from measured "
-        "runs; starting and measuring take about a minute more a run, while others use the GPU."
+        "A run that several tables need is counted in the first of them. GPU minutes: training, estimated from "
+        "measured runs; starting and measuring take about a minute more a run, while others use the GPU."
     )
     return rows, note + (" +: and runs of a kind that was never measured." if unknown else "")

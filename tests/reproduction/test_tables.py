@@ -204,6 +204,7 @@ def test_longppl_names_its_reference_and_warns_of_few_key_tokens(data, tmp_path,
     given = make(MINI, tmp_path, data, reference=str(reference))
     console = Console(width=500, record=True, file=io.StringIO())
     console.print(given.rich())
+    assert re.search(r"Key tokens: proofs \d+", given.note)
     assert "LongPPL[reference=" in given.note and "LongPPL[reference=" in console.export_text()
     assert all(re.fullmatch(r"\d+(\.\d)?† \[.+\]", row[2]) for row in given.rows) and "fewer than 500" in given.note
     cell = json.loads((tmp_path / "mini-smoke.json").read_text())["cells"][1]
@@ -238,10 +239,12 @@ def test_numbers_that_do_not_compare_are_not_put_into_one_table(data, tmp_path):
     make(MINI, tmp_path, data)
     path = next(tmp_path.glob("runs/smoke-proofs-none-*.json"))
     record = json.loads(path.read_text())
-    record["measured"][0]["data"]["sha256"] = "other rows"
-    path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="different test rows: not comparable"):
-        MINI.write(Lab("smoke", tmp_path))
+    for part, key, what in ((record["measured"][0]["data"], "sha256", "test"), (record["trained"], "data", "training")):
+        right, part[key] = part[key], "other rows"
+        path.write_text(json.dumps(record))
+        with pytest.raises(ValueError, match=rf"different {what} rows.*: not comparable"):
+            MINI.write(Lab("smoke", tmp_path))
+        part[key] = right
 
 
 def test_the_page_of_our_own_results_can_be_made():

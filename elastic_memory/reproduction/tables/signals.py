@@ -6,6 +6,7 @@ misalignment, not compression. Ours puts the first token at time 0 and compares 
 
 from pathlib import Path
 
+from elastic_memory.common.environment import environment
 from elastic_memory.common.files import write_json
 from elastic_memory.common.progress import Bars
 from elastic_memory.evaluation.signals import LENGTH, error, noise, sines
@@ -51,7 +52,8 @@ def run(tier: str, out: Path) -> Table:
         "Ours: first token at time 0, compared at the middle of each token.",
     )
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "signals.json", {"table": "signals", "tier": tier, "length": LENGTH, "rows": records})
+    facts = {"table": "signals", "tier": tier, "length": LENGTH, "environment": environment()}
+    write_json(out / "signals.json", facts | {"rows": records})
     (out / "signals.md").write_text(table.markdown())
     plots.errors(
         [f"{r['signal']}, {r['method']}, order {r['order']}" for r in records],

@@ -65,7 +65,7 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     cuda = torch.cuda.is_available()
-    here = environment() | {"device": hardware(), "torch": torch.__version__}
+    here = environment() | {"device": hardware()}
     if record.get("environment", {}).get("device") != here.get("device"):
         record = {}
     record = {"table": "speed", "tier": tier, "environment": here, **plan, "cells": record.get("cells", {})}
@@ -76,7 +76,7 @@ def measure(tier: str, out: Path) -> dict[str, Any]:
         compile_ahead(list(distinct.values()), plan["rows"], plan["length"])
     with Bars(transient=True) as progress:
         for name, column, found, rows in _cells(missing, plan, progress):
-            own = {"rows": rows, "commit": here.get("commit")}
+            own = {"rows": rows, "commit": here["commit"], "date": environment()["date"]}
             record["cells"][f"{name}|{column}"] = dataclasses.asdict(found) | own
             speed = f"{found.training * plan['length']:,.0f} tokens/s ({found.training_ratio:.3f})"
             print(f"{name} {column}: {speed}", flush=True)
