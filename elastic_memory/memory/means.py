@@ -10,6 +10,10 @@ from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, Pa
 from elastic_memory.memory.tools import full_precision, one_of, padded
 from elastic_memory.shapes import Float, Int, Tensor
 
+# Cosines that are equal but for rounding, as those of a token that comes again: the oldest is taken, or results would
+# depend on how a text is split.
+TIE = 1e-5
+
 
 class Slots(NamedTuple):
     """Sums of keys and of values, and how long key and value of each slot's first token were; zeros where empty."""
@@ -89,7 +93,8 @@ class MeansMemory(ParallelMemory):
             slots = Slots(*(torch.cat(pair, dim=2) for pair in zip(slots, (*new, length), strict=True)))
             gate = gate.scatter(2, index, 0)
         if opened < tokens:
-            nearest = _similarity(key, slots.key[:, :, self.sinks :]).argmax(-1) + self.sinks
+            similarity = _similarity(key, slots.key[:, :, self.sinks :])
+            nearest = (similarity > similarity.amax(-1, keepdim=True) - TIE).int().argmax(-1) + self.sinks
             added = nearest[:, :, None] == torch.arange(used + opened, device=key.device)[:, None]
             # One product instead of sums by index, which a GPU adds in no fixed order.
             add = added.float() * gate.mT
@@ -108,7 +113,8 @@ def _least_similar(
     batch, heads, tokens = key.shape[:3]
     if not slots.shape[2]:
         return (torch.arange(count, device=key.device) * tokens // count).expand(batch, heads, count)
-    return _similarity(key, slots).amax(-1).topk(count, largest=False).indices.sort().values
+    found = _similarity(key, slots).amax(-1).clamp(max=1 - TIE)
+    return found.sort(stable=True).indices[:, :, :count].sort().values
 
 
 @torch.no_grad()

@@ -62,3 +62,15 @@ def test_the_gate_and_the_temperature_learn():
 def test_slots_that_nothing_can_be_added_to_are_refused(order, sinks):
     with pytest.raises(ValueError, match=f"order {order}.*sinks={sinks}"):
         fresh("means", memory_order=order, memory_options={"sinks": sinks})
+
+
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_a_token_that_comes_again_goes_to_the_oldest_slot_whatever_rounding_says(sinks):
+    """Equal tokens have equal keys in the first layer: cosines of 1 but for the last bit, and of any other value too."""
+    memory = memory_of(fresh("means", memory_order=7, memory_options={"sinks": sinks}))
+    torch.manual_seed(0)
+    words, ids = torch.randn(2, 1, 2, 6, 8), torch.randint(0, 6, (41,))
+    key, value = words[:, :, :, ids].unbind()
+    (exact, _), (other, _) = (read_in_blocks(memory, x, value, [8] * 5 + [1]) for x in (key, key * (1 + 2**-22)))
+    torch.testing.assert_close(other.key, exact.key, atol=1e-4, rtol=0)
+    torch.testing.assert_close(other.value, exact.value, atol=1e-4, rtol=0)
