@@ -167,8 +167,6 @@ def _train(
     seconds = None if minutes is None else 60 * minutes
     scheduler = Scheduler(tasks(lab, todo, parallel, keep_weights), parallel, lab.work / "logs", seconds)
     scheduler.run()
-    left = f"{len(scheduler.left)} left" + (": repeat the command to resume" if scheduler.left else "")
-    tell(f"{len(scheduler.done)} jobs done, {len(scheduler.failed)} failed, {left}")
     return not scheduler.failed
 
 
