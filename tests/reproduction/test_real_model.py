@@ -18,6 +18,7 @@ from elastic_memory.evaluation.loading import load_model
 from elastic_memory.evaluation.longppl import Settings, key_positions
 from elastic_memory.evaluation.losses import streamed_losses
 from elastic_memory.memory import MEMORIES
+from elastic_memory.model import attach_memory
 from elastic_memory.reproduction import real_measures
 from elastic_memory.reproduction.real_model import Study
 from elastic_memory.reproduction.tables import real_model as table
@@ -83,6 +84,10 @@ def test_every_design_is_one_that_exists():
     for job in jobs:
         blocks, local = job.design.endswith("in-blocks"), job.settings.get("local_attention", "")
         assert (local == "block") == blocks and job.settings.get("block_size") in (None, 1024 if blocks else 256)
+    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20)
+    for job in table.jobs("smoke", 1, ("proofs",), list(table.DESIGNS)):
+        if "untrained" not in job.settings:
+            attach_memory(LlamaForCausalLM(LlamaConfig(**shape)), **job.settings)
 
 
 @pytest.mark.parametrize("tier", table.PLANS)

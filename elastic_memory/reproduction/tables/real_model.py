@@ -32,7 +32,7 @@ PLANS = {
 }  # fmt: skip
 SECONDS = {"smoke": None, "small": 150.0}  # of a design alone on a GPU, until one was measured
 
-# At equal order they hold the same number of floats, but for gates.
+# At equal order they hold the same number of floats, but for gates and lengths.
 DESIGNS: dict[str, dict[str, Any]] = {
     "full attention": {"untrained": "full"},
     "attention sinks": {"untrained": "sinks"},
@@ -47,6 +47,13 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "outliers": {"memory": "outliers"},
     "elastic cells mass": {"memory": "elastic", "sampling": "geometric_cells", "mass": True},
     "elastic cells raw queries": {"memory": "elastic", "sampling": "geometric_cells", "query": "raw"},
+    "elastic cells length": {"memory": "elastic", "sampling": "geometric_cells", "length": True},
+    "elastic cells together": {
+        "memory": "elastic", "sampling": "geometric_cells", "mass": True, "query": "raw", "length": True,
+    },
+    "clock by content raw queries": {"memory": "clock", "rate": "content", "query": "raw"},
+    "dyadic bank together": {"memory": "dyadic", "mass": True, "query": "raw"},
+    "half window half elastic": {"memory": "recent", "sampling": "geometric_cells"},
     "elastic exponential": {"memory": "elastic", "sampling": "exponential"},
     "elastic uniform": {"memory": "elastic", "sampling": "uniform"},
     "infini": {"memory": "infini"},
@@ -56,7 +63,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "queue" + BLOCKS: {"memory": "memorizing", "combine": "joint", "positions": "full"},
     "key-value means" + BLOCKS: {"memory": "means"},
     "clock per head" + BLOCKS: {"memory": "clock"},
-}
+}  # fmt: skip
 
 
 def jobs(tier: str, seeds: int, corpora: Sequence[str], designs: Sequence[str]) -> list[Candidate]:
