@@ -186,8 +186,11 @@ def _status(tier: str, out: Path) -> None:
     from elastic_memory.report.tables import Table
     from elastic_memory.reproduction.lab import Lab
     from elastic_memory.reproduction.planning import status
+    from elastic_memory.reproduction.tables import NAMES, load
 
     rows, note = status(Lab(tier, out))
+    others = [module for module in map(load, NAMES) if hasattr(module, "status") and tier in module.PLANS]
+    rows += [module.status(tier, out) for module in others]
     columns = ["table", "cells", "missing", "runs to do", "more seeds", "GPU minutes"]
     _print(Table(f"Tier {tier}: what is done", columns, rows, note))
 

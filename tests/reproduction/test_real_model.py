@@ -141,6 +141,9 @@ def test_by_command(pretrained, rows, tmp_path):
         assert len(row["recall"]) == 2 and row["to 256"] == row["beyond"] and len(row["by_part"][0]) == 4
     run = json.loads((out / "runs" / "real-smoke-proofs-elastic-cells-seed1.json").read_text())
     assert run["environment"]["date"] and run["model"]["sha256"] and run["data"]["sha256"] and run["decoding"] > 0
+    every = len(table.jobs("smoke", 3, table.CORPORA, list(table.DESIGNS)))
+    said = CliRunner().invoke(app, ["reproduce", "status", "--out", str(out)]).output
+    assert said.split("real-model")[1].split()[:2] == [str(every), str(every - 5)]
     plan, job = table.PLANS["smoke"], table.jobs("smoke", 1, ("proofs",), some)[-1]
     other = Study(replace(plan, execution={"micro_batch": 2}), out, rows, str(pretrained))
     assert other.record(job) == run  # how the work fits a device does not matter to what was measured

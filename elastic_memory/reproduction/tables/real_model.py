@@ -128,6 +128,17 @@ def run(
     return table
 
 
+def status(tier: str, out: Path) -> list[str]:
+    """Its line of `elastic reproduce status`."""
+    study = Study(PLANS[tier], out, Path("DATA"), None)
+    every = jobs(tier, len(SEEDS), CORPORA, list(DESIGNS))
+    missing = [job for job in every if study.record(job) is None]
+    first = sum(job.seed == SEEDS[0] for job in missing)
+    seconds = study.expected(every, SECONDS[tier], 1)
+    minutes = _text(seconds and len(missing) * seconds / 60, ".0f")
+    return ["real-model", *map(str, (len(every), len(missing), first, len(missing) - first)), minutes]
+
+
 def _chosen(designs: str | None) -> list[str]:
     """The designs named, separated by commas, in the order of the table."""
     named = list(DESIGNS) if designs is None else [name.strip() for name in designs.split(",")]
