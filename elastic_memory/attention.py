@@ -15,6 +15,8 @@ from elastic_memory.shapes import Bool, Float, Int, Tensor
 
 fast = find("attention")
 
+SILENT = 1e-20  # the weight of memory at a gain of zero: its scores may exceed the block's by 30 and nobody hears it
+
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
@@ -108,6 +110,11 @@ class _OneGradientLayout(torch.autograd.Function):
         return gradient.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def weight_of(gain: Float[Tensor, "*row head"]) -> Float[Tensor, "*row head"]:
+    """|gain|, but not quite zero: from there it would never learn. In float32, as float16 has no such numbers."""
+    return (gain.to(torch.promote_types(gain.dtype, torch.float32)) + SILENT).abs()
+
+
 def with_features(
     query: Float[Tensor, "batch head query dim"],
     key: Float[Tensor, "batch kv_head column dim"],
@@ -118,8 +125,8 @@ def with_features(
     """Both with further features, by which attention adds log |gain| and `score` to the scores. No mask is needed."""
     queries, keys = [query], [key]
     if gain is not None:
-        # Not zero: a gain in float16 may be, and minus infinity times zero is not a number.
-        loudness = gain.abs().to(torch.promote_types(gain.dtype, torch.float32)).clamp_min(1e-30).log()
+        # Not zero: minus infinity times zero is not a number.
+        loudness = weight_of(gain).clamp_min(1e-30).log()
         queries.append((loudness[..., None, None] / scale).expand(*query.shape[:3], 1).to(query.dtype))
         keys.append(key.new_ones(1).expand(*key.shape[:3], 1))
     if score is not None:

@@ -167,8 +167,6 @@ def _train(
     seconds = None if minutes is None else 60 * minutes
     scheduler = Scheduler(tasks(lab, todo, parallel, keep_weights), parallel, lab.work / "logs", seconds)
     scheduler.run()
-    left = f"{len(scheduler.left)} left" + (": repeat the command to resume" if scheduler.left else "")
-    tell(f"{len(scheduler.done)} jobs done, {len(scheduler.failed)} failed, {left}")
     return not scheduler.failed
 
 
@@ -188,8 +186,11 @@ def _status(tier: str, out: Path) -> None:
     from elastic_memory.report.tables import Table
     from elastic_memory.reproduction.lab import Lab
     from elastic_memory.reproduction.planning import status
+    from elastic_memory.reproduction.tables import NAMES, load
 
     rows, note = status(Lab(tier, out))
+    others = [module for module in map(load, NAMES) if hasattr(module, "status") and tier in module.PLANS]
+    rows += [module.status(tier, out) for module in others]
     columns = ["table", "cells", "missing", "runs to do", "more seeds", "GPU minutes"]
     _print(Table(f"Tier {tier}: what is done", columns, rows, note))
 

@@ -32,7 +32,6 @@ Heads = Float[Tensor, "batch head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
 RENAMED = {"road": "algorithm"}  # options by their names of earlier versions
-SILENT = 1e-20  # the first gain of a silent memory: its scores may exceed the block's by 30 and nobody hears it
 
 
 def with_new_names(options: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -172,7 +171,7 @@ class Memory(nn.Module):
     def build(cls, geometry: Geometry, options: dict[str, Any]) -> Self:
         """Construct the mechanism; an option that it does not have is an error that names those it has.
 
-        Every mechanism has the option `silent`: a learned gain by head that starts at almost zero, so that the layer
+        Every mechanism has the option `silent`: a learned gain by head that starts at zero, so that the layer
         computes what it would without memory until it is trained (choices.md, "silent start").
         """
         own = {name: value for name, value in options.items() if name != "silent"}
@@ -190,7 +189,7 @@ class Memory(nn.Module):
         if silent:
             if not memory.start(1, "meta"):
                 raise ValueError(f"silent=True: {cls.__name__} has no state here, so nothing could be silent")
-            memory.gain = nn.Parameter(torch.full((geometry.heads,), SILENT))
+            memory.gain = nn.Parameter(torch.zeros(geometry.heads))
         memory.built_with = {name: own.get(name, signature(cls).parameters[name].default) for name in known}
         memory.built_with |= {"silent": True} if silent else {}
         return memory
@@ -199,7 +198,7 @@ class Memory(nn.Module):
         """Initialise all parameters, the gain too."""
         self.reset()
         if self.gain is not None:
-            nn.init.constant_(self.gain, SILENT)
+            nn.init.zeros_(self.gain)
 
     @classmethod
     def has_option(cls, name: str) -> bool:

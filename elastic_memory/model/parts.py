@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from elastic_memory.attention import masked, multiple_of_8, trapezoidal, with_features
+from elastic_memory.attention import masked, multiple_of_8, trapezoidal, weight_of, with_features
 from elastic_memory.memory import Memory, Reading
 from elastic_memory.model.locality import Locality
 from elastic_memory.model.rope import Heads, Rope
@@ -122,7 +122,7 @@ class MemoryAttention(nn.Module):
         """What a memory outside the softmax made of the block's own attention, as far as its gain says."""
         if self.memory.gain is None:
             return mixed
-        return (local + self.memory.gain.abs()[..., None, None] * (mixed - local)).to(mixed.dtype)
+        return (local + weight_of(self.memory.gain)[..., None, None] * (mixed - local)).to(mixed.dtype)
 
 
 class DecoderLayer(GradientCheckpointingLayer):

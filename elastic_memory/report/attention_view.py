@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.attention import window_mask
+from elastic_memory.attention import weight_of, window_mask
 from elastic_memory.evaluation.losses import evaluating
 from elastic_memory.operators import Bank
 from elastic_memory.shapes import Float, Int, Tensor
@@ -120,7 +120,7 @@ def attention(
     of_memory, of_block = (x.repeat_interleave(groups, dim=0).mT * layer.self_attn.scaling for x in (columns, known))
     remembered = asking @ of_memory + added
     if layer.memory.gain is not None:
-        remembered = remembered + layer.memory.gain.abs().float().log()[:, None, None]
+        remembered = remembered + weight_of(layer.memory.gain).log()[:, None, None]
     scores = torch.cat((remembered, rotated @ of_block), dim=2)
     visible = window_mask(tokens, known.shape[1] - tokens, layer.window or tokens, query.device, columns.shape[1])
     return scores.masked_fill(~visible, -torch.inf).softmax(-1)

@@ -146,7 +146,6 @@ class Study:
         left = None if limit is None else max(limit - time.monotonic(), 0.0)
         scheduler = Scheduler(tasks, parallel, self.out / "work" / "logs", left)
         scheduler.run()
-        tell(f"{len(scheduler.done)} done, {len(scheduler.failed)} failed, {len(scheduler.left)} left")
         return not scheduler.failed
 
     def _check_alike(self, jobs: Sequence[Candidate]) -> None:

@@ -61,12 +61,17 @@ class Scheduler:
                 if self.limit is not None and time.monotonic() > self.limit:
                     tell("time is up: running jobs save a checkpoint")
                     break
+        except KeyboardInterrupt:
+            tell("interrupted: running jobs save a checkpoint")
+            raise
         finally:
             for number in ended:
                 signal.signal(number, signal.SIG_IGN)  # processes are already being stopped
             self._collect()
             self._stop()
             self.left += [task.name for task in self.waiting]
+            resume = ": repeat the command to resume" if self.left else ""
+            tell(f"{len(self.done)} done, {len(self.failed)} failed, {len(self.left)} left{resume}")
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 

@@ -274,7 +274,7 @@ class LayerCache:
     # -- states and readings -------------------------------------------------------------------------------------------
 
     def _merge(self, rows: list[int], reading: Reading, dtype: torch.dtype) -> None:
-        """Replace the readings of some rows, padded with zeros to the width of the widest."""
+        """Replace the readings of some rows; all are as wide as the widest, padded with zeros."""
         if not reading:
             return
         if self.memory.shares_softmax:
@@ -287,7 +287,7 @@ class LayerCache:
         width = max(self.counts)
         old = self.reading or tuple(part.new_zeros(len(self.counts), *part.shape[1:]) for part in reading)
         pairs = zip(old, reading, strict=True)
-        self.reading = tuple(_put(_widen(a.to(b.dtype), width), rows, _widen(b, width)) for a, b in pairs)
+        self.reading = tuple(_put(_widen(a.to(b.dtype), width)[:, :, :width], rows, _widen(b, width)) for a, b in pairs)
 
     @property
     def stale(self) -> bool:

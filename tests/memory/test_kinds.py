@@ -65,6 +65,24 @@ def test_a_sequential_memory_streams(monkeypatch):
         torch.testing.assert_close(torch.cat(pieces, dim=1), logits(model, ids), atol=2e-5, rtol=0)
 
 
+class Narrowing(Newest, ParallelMemory):
+    """Three columns, two, one, and again."""
+
+    def read(self, state, seen, host):
+        return tuple(part.expand(-1, -1, 3 - seen // BLOCK % 3, -1) for part in state)
+
+
+@pytest.mark.parametrize("local", ["block", "sliding"])
+def test_a_reading_may_get_narrower_while_rows_are_at_different_tokens(local, monkeypatch):
+    model, ids, lengths = build(Narrowing, monkeypatch, local_attention=local).eval(), tokens(3), [45, 29, 7]
+    cache, mask = em.MemoryCache(model), torch.stack([torch.arange(45) < length for length in lengths]).long()
+    more = tokens(3, 20, seed=2)
+    found = [logits(model, ids, attention_mask=mask, past_key_values=cache), logits(model, more, past_key_values=cache)]
+    for row, length in enumerate(lengths):
+        whole = logits(model, torch.cat((ids[row : row + 1, :length], more[row : row + 1]), dim=1))[0]
+        torch.testing.assert_close(torch.cat((found[0][row, :length], found[1][row])), whole, atol=2e-5, rtol=0)
+
+
 def test_sliding_attention_needs_all_blocks_at_once(monkeypatch):
     monkeypatch.setitem(MEMORIES, "newest", Sequential)
     with pytest.raises(ValueError, match="one after another"):

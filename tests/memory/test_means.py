@@ -66,7 +66,7 @@ def test_slots_that_nothing_can_be_added_to_are_refused(order, sinks):
 
 @pytest.mark.parametrize("sinks", [0, 1])
 def test_a_token_that_comes_again_goes_to_the_oldest_slot_whatever_rounding_says(sinks):
-    """Equal tokens have equal keys in the first layer: their cosines differ in the last bit only."""
+    """Equal tokens have equal keys in the first layer: their cosines are equal but for the last bit."""
     memory = memory_of(fresh("means", memory_order=7, memory_options={"sinks": sinks}))
     torch.manual_seed(0)
     words, ids = torch.randn(2, 1, 2, 6, 8), torch.randint(0, 6, (41,))

@@ -18,6 +18,7 @@ from elastic_memory.evaluation.loading import load_model
 from elastic_memory.evaluation.longppl import Settings, key_positions
 from elastic_memory.evaluation.losses import streamed_losses
 from elastic_memory.memory import MEMORIES
+from elastic_memory.model import attach_memory
 from elastic_memory.reproduction import real_measures
 from elastic_memory.reproduction.real_model import Study
 from elastic_memory.reproduction.tables import real_model as table
@@ -83,6 +84,10 @@ def test_every_design_is_one_that_exists():
     for job in jobs:
         blocks, local = job.design.endswith("in-blocks"), job.settings.get("local_attention", "")
         assert (local == "block") == blocks and job.settings.get("block_size") in (None, 1024 if blocks else 256)
+    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20)
+    for job in table.jobs("smoke", 1, ("proofs",), list(table.DESIGNS)):
+        if "untrained" not in job.settings:
+            attach_memory(LlamaForCausalLM(LlamaConfig(**shape)), **job.settings)
 
 
 @pytest.mark.parametrize("tier", table.PLANS)
@@ -136,6 +141,9 @@ def test_by_command(pretrained, rows, tmp_path):
         assert len(row["recall"]) == 2 and row["to 256"] == row["beyond"] and len(row["by_part"][0]) == 4
     run = json.loads((out / "runs" / "real-smoke-proofs-elastic-cells-seed1.json").read_text())
     assert run["environment"]["date"] and run["model"]["sha256"] and run["data"]["sha256"] and run["decoding"] > 0
+    every = len(table.jobs("smoke", 3, table.CORPORA, list(table.DESIGNS)))
+    said = CliRunner().invoke(app, ["reproduce", "status", "--out", str(out)]).output
+    assert said.split("real-model")[1].split()[:2] == [str(every), str(every - 5)]
     plan, job = table.PLANS["smoke"], table.jobs("smoke", 1, ("proofs",), some)[-1]
     other = Study(replace(plan, execution={"micro_batch": 2}), out, rows, str(pretrained))
     assert other.record(job) == run  # how the work fits a device does not matter to what was measured

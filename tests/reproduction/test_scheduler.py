@@ -116,11 +116,13 @@ def test_a_signal_ends_the_jobs_too(tmp_path, number):
         "import sys; from pathlib import Path; from tests.reproduction.test_scheduler import *\n"
         "out = Path(sys.argv[1]); Scheduler([task(out, 'long', 60)], 1, out / 'logs').run()"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     while not seen(tmp_path, "begun"):
         time.sleep(0.1)
     process.send_signal(number)
-    assert process.wait(30) != 0
+    _, said = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert "interrupted: running jobs" in said and "0 done, 0 failed, 1 left: repeat the command to resume" in said
     assert seen(tmp_path, "saved") == {"long"}
 
 

@@ -32,7 +32,7 @@ PLANS = {
 }  # fmt: skip
 SECONDS = {"smoke": None, "small": 150.0}  # of a design alone on a GPU, until one was measured
 
-# At equal order they hold the same number of floats, but for gates.
+# At equal order they hold the same number of floats, but for gates and lengths.
 DESIGNS: dict[str, dict[str, Any]] = {
     "full attention": {"untrained": "full"},
     "attention sinks": {"untrained": "sinks"},
@@ -47,6 +47,13 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "outliers": {"memory": "outliers"},
     "elastic cells mass": {"memory": "elastic", "sampling": "geometric_cells", "mass": True},
     "elastic cells raw queries": {"memory": "elastic", "sampling": "geometric_cells", "query": "raw"},
+    "elastic cells length": {"memory": "elastic", "sampling": "geometric_cells", "length": True},
+    "elastic cells together": {
+        "memory": "elastic", "sampling": "geometric_cells", "mass": True, "query": "raw", "length": True,
+    },
+    "clock by content raw queries": {"memory": "clock", "rate": "content", "query": "raw"},
+    "dyadic bank together": {"memory": "dyadic", "mass": True, "query": "raw"},
+    "half window half elastic": {"memory": "recent", "sampling": "geometric_cells"},
     "elastic exponential": {"memory": "elastic", "sampling": "exponential"},
     "elastic uniform": {"memory": "elastic", "sampling": "uniform"},
     "infini": {"memory": "infini"},
@@ -56,7 +63,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "queue" + BLOCKS: {"memory": "memorizing", "combine": "joint", "positions": "full"},
     "key-value means" + BLOCKS: {"memory": "means"},
     "clock per head" + BLOCKS: {"memory": "clock"},
-}
+}  # fmt: skip
 
 
 def jobs(tier: str, seeds: int, corpora: Sequence[str], designs: Sequence[str]) -> list[Candidate]:
@@ -119,6 +126,17 @@ def run(
     if not done:
         raise ValueError(f"a model failed: see {out / 'work' / 'logs'}; what is finished is in {out}")
     return table
+
+
+def status(tier: str, out: Path) -> list[str]:
+    """Its line of `elastic reproduce status`."""
+    study = Study(PLANS[tier], out, Path("DATA"), None)
+    every = jobs(tier, len(SEEDS), CORPORA, list(DESIGNS))
+    missing = [job for job in every if study.record(job) is None]
+    first = sum(job.seed == SEEDS[0] for job in missing)
+    seconds = study.expected(every, SECONDS[tier], 1)
+    minutes = _text(seconds and len(missing) * seconds / 60, ".0f")
+    return ["real-model", *map(str, (len(every), len(missing), first, len(missing) - first)), minutes]
 
 
 def _chosen(designs: str | None) -> list[str]:
