@@ -166,7 +166,12 @@ def test_both_protocols_give_what_memory_gains(tmp_path):
 
 
 def test_other_data_is_another_chart(tmp_path):
-    for name, data in (("small-books-elastic", "a1"), ("small-books-none", "a1"), ("small-edu-none", "b2"), ("x", "c3")):
+    for name, data in (
+        ("small-books-elastic", "a1"),
+        ("small-books-none", "a1"),
+        ("small-edu-none", "b2"),
+        ("x", "c3"),
+    ):
         write(tmp_path / f"{name}.json", evaluation(name, [5.0, 4.0]) | {"data": {"sha256": data}})
     found = {chart["title"]: chart["series"] for chart in charts_of(page(tmp_path))["evaluation"]}
     names = {title.rpartition(": ")[2]: [one["name"] for one in series] for title, series in found.items()}
@@ -191,7 +196,9 @@ def test_corpora_are_compared_by_what_differs_from_the_first_row(tmp_path):
     write(tmp_path / "t.json", {"table": "t", "title": "Main", "cells": cells})
     ours, theirs = charts_of(page(tmp_path))["paper"]
     assert ours["title"] == "Main: perplexity against none, ours" and ours["y"]["percent"]
-    assert [one["y"] for one in ours["series"]] == [[0.0], pytest.approx([-0.025])], "edu has nothing to be compared with"
+    assert [one["y"] for one in ours["series"]] == [[0.0], pytest.approx([-0.025])], (
+        "edu has nothing to be compared with"
+    )
     assert [one["y"] for one in theirs["series"]] == [[0.0, 0.0], pytest.approx([-0.1, -0.1])]
 
 

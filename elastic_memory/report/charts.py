@@ -148,9 +148,10 @@ def paper_charts(table: dict[str, Any]) -> list[Chart]:
         names = [re.sub(r"[{}]|\s*(PPL|LongPPL|Long\.)$", "", column) or column for column in columns]
         against = f" against {cells[0]['row']}" if ours[0].dots else ""
         settings: dict[str, Any] = {"categories": names, "percent": ours[0].dots}
-        charts.append(Chart(f"{title}: {label}{against}, ours", "", label, ours, wide=not papers, **settings))
+        up = "difference" if against else label
+        charts.append(Chart(f"{title}: {label}{against}, ours", "", up, ours, wide=not papers, **settings))
         if papers:
-            charts.append(Chart(f"{title}: {label}{against}, the paper's", "", label, papers, **settings))
+            charts.append(Chart(f"{title}: {label}{against}, the paper's", "", up, papers, **settings))
     return charts
 
 
