@@ -57,6 +57,12 @@ def test_from_signals_to_a_report_and_again_without_doing_it_twice(tmp_path, mon
     for name, found in (("its memory is erased", erased), ("trained without memory", other)):
         assert f"higher if {name} {found['ppl'] / kept['ppl'] - 1:.1%}, in" in words
     assert "What was seen" in words and "try next" in words
+    explore = re.search(r"elastic (explore \S+ --text \S+) ", words)[1].split()
+    monkeypatch.setattr(sys, "argv", ["elastic", *explore, "--out", str(tmp_path / "e.html"), "--no-open"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    (tmp_path / "e.html").unlink()
     page = (tmp_path / "report.html").read_text()
     assert elastic in page and without in page and "Recall by distance" in page
 

@@ -337,6 +337,7 @@ def _step(console: Console, index: int, text: str) -> None:
 
 def _conclude(found: list[tuple[str, str]], run: Path, out: Path, console: Console) -> None:
     """What was seen, where the page is, and what to try next."""
+    from elastic_memory import hippo
     from elastic_memory.report.tables import Table
 
     console.print()
@@ -344,7 +345,7 @@ def _conclude(found: list[tuple[str, str]], run: Path, out: Path, console: Conso
     console.print(f"report, with charts: {out / 'report.html'}", soft_wrap=True)
     console.print("try next:", highlight=False)
     for command in (
-        f"elastic explore {out / 'memories' / 'book-0.memory.safetensors'}    # look into a memory, in a browser",
+        f"elastic explore {run} --text {hippo.__file__}    # where memory helps, letter by letter",
         f"elastic generate {run} --prompt 'import os' --tokens 200",
         "elastic reproduce list                       # the tables of the paper, each by a command",
     ):
