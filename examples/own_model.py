@@ -1,4 +1,4 @@
-"""A HiPPO memory in a torch model of your own: no transformers, 25 lines of model.
+"""A HiPPO memory in a torch model of your own: no transformers, a layer of 20 lines.
 
 The task: one of 16 secrets is shown in the first block and asked for at the end, 9 blocks later. Attention stays
 inside blocks, so without memory the model can only guess (1 in 16, 6%).

@@ -7,18 +7,23 @@ import json
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import typer
 import yaml
 from typer.testing import CliRunner
 
+import elastic_memory as em
 from elastic_memory.cli import app
+from elastic_memory.data import load_tokenizer
 from elastic_memory.reproduction.tables import load
+from tests.conftest import small_model
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
@@ -85,10 +90,28 @@ def run(code: str, name: str, folder: Path) -> None:
     spec.loader.exec_module(module)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if program(page).strip()])
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    """In order, one block after the other, as a reader types them."""
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """What pages suppose that a reader has: models, a text, memory files, results, a browser."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("webbrowser.open", lambda address: None)
+    for name in ("my-model", "another"):
+        model = small_model(vocab_size=256)
+        load_tokenizer("bytes").save(tmp_path / "runs" / name)
+        model.save_pretrained(tmp_path / "runs" / name)
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 5)
+    for name in ("one", "two"):
+        cache = em.MemoryCache(model)
+        cache.read(torch.randint(256, (1, 100)))
+        cache.save(tmp_path / f"{name}.memory.safetensors")
+    (tmp_path / "results").mkdir()
+    shutil.copy(ROOT / "results" / "recall.json", tmp_path / "results")
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("page", [page for page in PAGES if program(page).strip()])
+def test_the_code_of_a_page_runs(page, tmp_path):
+    """In order, one block after the other, as a reader types them."""
     run(program(page), Path(page).stem, tmp_path)
 
 
@@ -189,7 +212,9 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 
 def test_the_page_about_your_own_model_shows_the_example():
     shown = blocks("docs/own-model.md")[0].text
-    assert shown[shown.index("class ") :] in (ROOT / "examples" / "own_model.py").read_text()
+    layer = shown[shown.index("class ") :]
+    assert layer in (ROOT / "examples" / "own_model.py").read_text()
+    assert len([line for line in layer.splitlines() if line.strip()]) == 20, "as the page says"
 
 
 @pytest.mark.parametrize(("kind", "name"), [("training", "speed"), ("inference", "inference")])

@@ -156,12 +156,50 @@ def test_both_protocols_give_what_memory_gains(tmp_path):
     both["memory"] = [{"layer": 1, "memory": "elastic", "carried_floats": 640}]
     write(tmp_path / "a.json", both)
     write(tmp_path / "b.json", evaluation("none-2", [5.0, 5.0]) | {"memory": []})
-    gain, _, _, position, size = charts_of(page(tmp_path))["evaluation"]
+    gain, by_block, position, size = charts_of(page(tmp_path))["evaluation"]
+    assert by_block["title"] == "Perplexity by block, memory carried", "that of P4 is in the gain and in the table"
     assert gain["title"] == "What memory gains, by block" and gain["series"][0]["y"] == [0.0, 0.25]
     assert position["series"][0]["x"] == [0.25, 0.75] and position["series"][0]["y"] == [4.5, 4.25]
     assert [(one["name"], one["x"], one["y"]) for one in size["series"]] == [
         ("elastic-1", [640], [4.5]), ("none-2", [0], [5.0])
     ]  # fmt: skip
+
+
+def test_other_data_is_another_chart(tmp_path):
+    for name, data in (
+        ("small-books-elastic", "a1"),
+        ("small-books-none", "a1"),
+        ("small-edu-none", "b2"),
+        ("x", "c3"),
+    ):
+        write(tmp_path / f"{name}.json", evaluation(name, [5.0, 4.0]) | {"data": {"sha256": data}})
+    found = {chart["title"]: chart["series"] for chart in charts_of(page(tmp_path))["evaluation"]}
+    names = {title.rpartition(": ")[2]: [one["name"] for one in series] for title, series in found.items()}
+    assert names == {"small-books": ["elastic", "none"], "data b2": ["small-edu-none"], "data c3": ["x"]}
+
+
+def test_tables_by_block_are_folded_and_files_left_out_are_few(folder):
+    for index in range(9):
+        write(folder / f"note-{index}.txt", "milk")
+    text = page(folder)
+    assert text.index("<summary>Perplexity by block as tables") < text.index(f"PPL by block [{PROTOCOL}]")
+    assert "note-0.txt, note-1.txt, note-2.txt, note-3.txt, note-4.txt and 5 more." in text
+
+
+def test_corpora_are_compared_by_what_differs_from_the_first_row(tmp_path):
+    values = {("none", "books"): (40.0, "10"), ("none", "edu"): (None, "20"),
+              ("elastic", "books"): (39.0, "9"), ("elastic", "edu"): (19.0, "18")}  # fmt: skip
+    cells = [
+        {"row": row, "column": column, "values": {"ppl": ours}, "paper": paper}
+        for (row, column), (ours, paper) in values.items()
+    ]
+    write(tmp_path / "t.json", {"table": "t", "title": "Main", "cells": cells})
+    ours, theirs = charts_of(page(tmp_path))["paper"]
+    assert ours["title"] == "Main: perplexity against none, ours" and ours["y"]["percent"]
+    assert [one["y"] for one in ours["series"]] == [[0.0], pytest.approx([-0.025])], (
+        "edu has nothing to be compared with"
+    )
+    assert [one["y"] for one in theirs["series"]] == [[0.0, 0.0], pytest.approx([-0.1, -0.1])]
 
 
 def test_the_papers_values_stand_beside_ours(tmp_path):

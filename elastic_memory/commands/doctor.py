@@ -42,7 +42,10 @@ def doctor() -> None:
         ]
         slow = list(_slow(device))
     for table in tables:
-        console.print(table.rich())
+        shown = table.rich()
+        for column in shown.columns:
+            column.justify = "left"
+        console.print(shown)
     for line in slow or ["Nothing found that would make it slow."]:
         console.print(line, highlight=False, markup=False)
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 POINTS = 400  # of a loss curve: more would not be seen
@@ -75,12 +75,32 @@ def perplexities(evaluations: Iterable[dict[str, Any]]) -> Iterator[tuple[str, d
 
 
 def evaluation_charts(evaluations: Sequence[dict[str, Any]]) -> list[Chart]:
-    """Perplexity by block, by position in the block and by size of the memory, and what memory gains by block."""
-    names = short_names(evaluation["checkpoint"] for evaluation in evaluations)
+    """Perplexity by block, by position in the block and by size of the memory, and what memory gains by block.
+
+    Models that were measured on different data do not share a chart.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for evaluation in evaluations:
+        data = evaluation.get("data")
+        groups.setdefault(str(data.get("sha256")) if isinstance(data, dict) else "", []).append(evaluation)
+    charts = []
+    for data, group in groups.items():
+        names = short_names(evaluation["checkpoint"] for evaluation in group)
+        first, brief = next(iter(names.items()))
+        shared = first.partition(brief)[0].strip("-") or f"data {data[:8]}"
+        where = f": {shared}" if len(groups) > 1 else ""
+        charts += [replace(chart, title=chart.title + where) for chart in _evaluation_charts(group, names)]
+    return charts
+
+
+def _evaluation_charts(evaluations: Sequence[dict[str, Any]], names: dict[str, str]) -> list[Chart]:
+    gains = _gains(evaluations, names)
     blocks: dict[str, list[Series]] = {}
     positions: dict[str, list[Series]] = {}
     for checkpoint, result in perplexities(evaluations):
         place, by_block, by_position = result["protocol"], result["by_block"], result.get("by_position") or []
+        if gains and place.startswith("P4"):
+            continue  # what it gains says more
         blocks.setdefault(place, []).append(Series(names[checkpoint], range(len(by_block)), by_block))
         if len(by_position) > 1:
             middles = [(part + 0.5) / len(by_position) for part in range(len(by_position))]
@@ -101,7 +121,7 @@ def evaluation_charts(evaluations: Sequence[dict[str, Any]]) -> list[Chart]:
         Chart(f"Perplexity by position in the block{_handling(place)}", across, "perplexity", series, f"{place}.")
         for place, series in positions.items()
     ]
-    return [*_gains(evaluations, names), *charts, *_sizes(evaluations, names)]
+    return [*gains, *charts, *_sizes(evaluations, names)]
 
 
 def recall_charts(recall: dict[str, list[dict[str, Any]]]) -> list[Chart]:
@@ -126,22 +146,31 @@ def paper_charts(table: dict[str, Any]) -> list[Chart]:
             continue
         columns = dict.fromkeys(cell["column"] for cell in cells)
         names = [re.sub(r"[{}]|\s*(PPL|LongPPL|Long\.)$", "", column) or column for column in columns]
-        charts.append(Chart(f"{title}: {label}, ours", "", label, ours, categories=names, wide=not papers))
+        against = f" against {cells[0]['row']}" if ours[0].dots else ""
+        settings: dict[str, Any] = {"categories": names, "percent": ours[0].dots}
+        up = "difference" if against else label
+        charts.append(Chart(f"{title}: {label}{against}, ours", "", up, ours, wide=not papers, **settings))
         if papers:
-            charts.append(Chart(f"{title}: {label}, the paper's", "", label, papers, categories=names))
+            charts.append(Chart(f"{title}: {label}{against}, the paper's", "", up, papers, **settings))
     return charts
 
 
 def _paper_series(
     cells: Sequence[dict[str, Any]], metric: str, read: Callable[[dict[str, Any], str], float | None]
 ) -> list[Series]:
-    """One per row that has a number; a line where columns are steps of something, such as 1x 2x 4x, else dots."""
+    """One per row that has a number: a line where columns are steps of something, such as 1x 2x 4x.
+
+    Else dots, which say how much higher or lower than the first row: columns such as corpora differ by much more.
+    """
     places = {column: place for place, column in enumerate(dict.fromkeys(cell["column"] for cell in cells))}
     steps = sum(any(letter.isdigit() for letter in column) for column in places) >= len(places) - 1
-    series = []
+    series, first = [], {cell["column"]: read(cell, metric) for cell in cells if cell["row"] == cells[0]["row"]}
     for color, row in enumerate(dict.fromkeys(cell["row"] for cell in cells)):
-        found = [(places[cell["column"]], read(cell, metric)) for cell in cells if cell["row"] == row]
-        known = [(place, value) for place, value in found if value is not None]
+        known = []
+        for cell in cells:
+            value, base = read(cell, metric), first.get(cell["column"])
+            if cell["row"] == row and value is not None and (steps or base):
+                known.append((places[cell["column"]], value if steps or not base else value / base - 1))
         if known:
             at, values = zip(*known, strict=True)
             series.append(Series(row, at, values, dots=not steps, color=color))

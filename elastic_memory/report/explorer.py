@@ -165,7 +165,7 @@ def _memory_subject(
         {"name": f"{name}, head {head}, feature {feature}", "state": packed(states[name][0, head, :, feature])}
         for name, head, feature in chosen
     ]
-    sampling, points = settings.get("sampling"), settings.get("memory_points")
+    sampling, points = settings.get("memory.sampling"), settings.get("memory.points")
     parts = (told.get("parts") or [[]])[0]
     return {
         "kind": "memory",

@@ -43,31 +43,33 @@ def page(path: Path, title: str = "Results") -> str:
     names = charts.short_names(it["checkpoint"] for it in evaluations)
     named = [{**it, "checkpoint": names[it["checkpoint"]]} for it in evaluations]
     every = [
-        Section(
-            "evaluation",
-            "Evaluation",
-            charts=charts.evaluation_charts(evaluations),
-            tables=[*_summary(named), *perplexity_by_block(named), *_other_metrics(named)],
-        ),
-        Section("training", "Training", charts=charts.losses(results.curves), tables=_runs(results)),
         Section("recall", "Recall", charts=charts.recall_charts(results.recall)),
         Section(
             "paper",
             "Beside the paper",
-            "The paper's models are larger and its corpora are others: compare the order of lines, not their height.",
+            "The paper's models are larger and its corpora are others: compare the order of models, not the numbers.",
             charts=[chart for table in results.measured.values() for chart in charts.paper_charts(table)],
         ),
+        Section(
+            "evaluation",
+            "Evaluation",
+            charts=charts.evaluation_charts(evaluations),
+            tables=[*_summary(named), *_other_metrics(named)],
+            folded=perplexity_by_block(named),
+            folded_title="Perplexity by block as tables",
+        ),
+        Section("training", "Training", charts=charts.losses(results.curves), tables=_runs(results)),
         Section("tables", "Tables and pictures", tables=[*results.tables.values()], pictures=_pictures(results)),
         _settings(results),
     ]
-    sections = [section for section in every if section]
+    sections, more = [section for section in every if section], len(results.left_out) - 5
     return render(
         "report.html",
         ("report.js",),
         {section.id: [chart.data() for chart in section.charts] for section in sections},
         title=title,
         sections=sections,
-        left_out=", ".join(results.left_out[:20]) + (" ..." if len(results.left_out) > 20 else ""),
+        left_out=", ".join(results.left_out[:5]) + (f" and {more} more" if more > 0 else ""),
     )
 
 

@@ -22,7 +22,7 @@ class Table:
         # brackets are text, not rich markup
         title, note = escape(self.title), escape(self.note)
         shown = rich_table.Table(title=title, caption=note, box=box.SIMPLE_HEAD, title_justify="left")
-        shown.caption_justify = "left"
+        shown.caption_justify, shown.show_header = "left", any(self.columns)
         for index, column in enumerate(self.columns):
             shown.add_column(escape(column), justify="right" if index else "left")
         for row in self.rows:

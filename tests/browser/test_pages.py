@@ -228,6 +228,23 @@ def test_documents(visit, written, documents):
     assert "number 40" in view.query_selector_all(".facts")[0].inner_text()
 
 
+def test_many_blocks_are_drawn_as_means(visit, tmp_path, documents):
+    rng, tokens = np.random.default_rng(0), 151 * BLOCK
+    kept, erased = rng.random((2, tokens - 1)).round(4)
+    long = {**documents[0], "tokens": ["a"] * tokens, "kept": kept.tolist(), "erased": erased.tolist(), "layers": []}
+    (tmp_path / "long.html").write_text(explorer.page([long]))
+    view = visit((tmp_path / "long.html").as_uri())
+    with view.expect_download() as numbers:
+        view.click("#document-charts .chart:nth-child(2) button:text('CSV')")
+    rows = [list(map(float, row)) for row in csv.reader(Path(numbers.value.path()).read_text().splitlines()[1:])]
+    assert len(rows) == 51 and [row[0] for row in rows[:3]] == [0, 2, 5], "block 0, then three together"
+    for (_, rise), (first, last) in zip([rows[0], rows[1], rows[-1]], [(0, 1), (1, 4), (148, 151)], strict=True):
+        part = slice(first * BLOCK, last * BLOCK)
+        assert rise == pytest.approx(np.exp(erased[part].mean() - kept[part].mean()) - 1)
+    said = view.inner_text("#texts .note")
+    assert f"Perplexity {np.exp(kept.mean()):.4g}; {np.exp(erased.mean()):.4g} when memory is erased" in said
+
+
 def test_timeline(visit, written, documents):
     view = visit(written["documents"])
     blocks = documents[0]["layers"][0]["blocks"]

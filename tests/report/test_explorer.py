@@ -185,6 +185,8 @@ def test_memory_files_hold_their_coefficients(memory_file):
     two, _ = memory_file("two.memory.safetensors", torch.randint(256, (1, 70)))
     first, second = explorer.memory_files([one, two])
     assert (first["name"], first["tokens"], first["open"]) == ("one", 96, 4)
+    bank = next(iter(cache.model.memories.values())).retrieval
+    assert (first["sampling"], first["points"]) == ("exponential", bank.points), "as its model reads it"
     assert [it["name"] for it in first["features"]] == [it["name"] for it in second["features"]], "to be compared"
     for feature in first["features"]:
         layer, part, head, place = re.fullmatch(

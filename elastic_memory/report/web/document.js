@@ -5,6 +5,9 @@ const Documents = (() => {
   const { element, format } = Charts;
   const FULL = 2;  // nats of difference that give the full colour
 
+  const MOST = 64;  // points of a line by block, beside block 0
+
+  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
   const difference = (doc, token) => (token ? doc.kept[token - 1] - doc.erased[token - 1] : 0);
 
   function paint(span, change) {
@@ -36,8 +39,10 @@ const Documents = (() => {
         this.choose(Math.min(this.spans.length - 1, Math.max(0, (this.token ?? -1) + move)), true);
       };
       const cut = doc.whole ? "" : ` The first ${doc.tokens.length.toLocaleString("en")} tokens of the text.`;
+      const [kept, erased] = [doc.kept, doc.erased].map((losses) => Math.exp(mean(losses)));
+      const whole = `Perplexity ${format(kept)}; ${format(erased)} when memory is erased, ${format(Math.abs(erased / kept - 1), true)} ${erased < kept ? "lower" : "higher"}.`;
       this.card = element("div", { className: "card" }, element("h3", { textContent: doc.name }),
-        element("p", { className: "note", textContent: `${doc.memory}; blocks of ${doc.block_size} tokens.${cut}` }), this.box, this.facts);
+        element("p", { className: "note", textContent: `${doc.memory}; blocks of ${doc.block_size} tokens.${cut} ${whole}` }), this.box, this.facts);
       host.append(this.card);
       this.choose(0);
     }
@@ -62,28 +67,33 @@ const Documents = (() => {
     }
   }
 
-  /** Means by block of the loss with memory and without; colours by model. */
+  /** Means by block of the loss with memory and without, of many blocks several together; colours by model. */
   function byBlock(docs) {
-    const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+    const together = (doc) => Math.max(1, Math.ceil((doc.kept.length / doc.block_size - 1) / MOST));
     const blocks = (doc, losses) => {
-      const found = [];
-      for (let from = 0; from < losses.length; from += doc.block_size) found.push(mean(losses.slice(from, from + doc.block_size)));
-      return found;
+      const x = [0], y = [mean(losses.slice(0, doc.block_size))], step = together(doc);
+      for (let from = 1, all = Math.ceil(losses.length / doc.block_size); from < all; from += step) {
+        const to = Math.min(from + step, all);
+        x.push((from + to - 1) / 2);
+        y.push(mean(losses.slice(from * doc.block_size, to * doc.block_size)));
+      }
+      return { x, y };
     };
     const several = docs.length > 1, label = (doc, what) => (several ? `${doc.name}, ${what}` : what);
     const lines = docs.flatMap((doc, i) => [["with memory", doc.kept, false], ["memory erased", doc.erased, true]].map(([what, losses, dashed]) => {
-      const y = blocks(doc, losses).map(Math.exp);
-      return { name: label(doc, what), x: y.map((_, block) => block), y, dashed, color: i };
+      const { x, y } = blocks(doc, losses);
+      return { name: label(doc, what), x, y: y.map(Math.exp), dashed, color: i };
     }));
     const gains = docs.map((doc, i) => {
-      const kept = blocks(doc, doc.kept), erased = blocks(doc, doc.erased), y = kept.map((loss, block) => Math.exp(erased[block] - loss) - 1);
-      return { name: several ? doc.name : "rise", x: y.map((_, block) => block), y, color: i };
+      const { x, y } = blocks(doc, doc.kept), erased = blocks(doc, doc.erased).y;
+      return { name: several ? doc.name : "rise", x, y: y.map((loss, at) => Math.exp(erased[at] - loss) - 1), color: i };
     });
-    const marks = [{ from: -0.5, to: 0.5, label: "block 0: control" }];
+    const marks = [{ from: -0.5, to: 0.5, label: "block 0: control" }], widest = Math.max(...docs.map(together));
+    const note = widest > 1 ? `Block 0, then means of ${widest} blocks.` : "";
     return [
-      { title: "Perplexity by block", x: { label: "block" }, y: { label: "perplexity" }, series: lines, marks },
+      { title: "Perplexity by block", x: { label: "block" }, y: { label: "perplexity" }, series: lines, marks, note },
       { title: "How much perplexity rises when memory is erased", x: { label: "block" }, y: { label: "rise", percent: true }, series: gains, marks,
-        note: "In block 0 there is nothing to erase: it must be 0." },
+        note: `In block 0 there is nothing to erase: it must be 0. ${note}` },
     ];
   }
 
