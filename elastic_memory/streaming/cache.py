@@ -88,6 +88,15 @@ class MemoryCache(Reader):
             if self.clock == clock:
                 self.opened, self.columns = opened, columns
 
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Decode single tokens by captured steps in this context, as a static cache does."""
+        static, self.static = self.static, True
+        try:
+            yield
+        finally:
+            self.static = static
+
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     def holds(self, ids: Int[Tensor, "rows column"], mask: Int[Tensor, "rows column"] | None = None) -> bool:
