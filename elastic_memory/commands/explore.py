@@ -8,17 +8,19 @@ import typer
 
 from elastic_memory.commands.options import check_range, refuse_unused
 
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Run or model folders (with --text or --serve), and memory files. Without any: signals."),
+]
+Serve = Annotated[bool, typer.Option(help="Keep the models loaded, and let them read text pasted into the page.")]
+
 
 def explore(
-    files: Annotated[
-        list[Path] | None, typer.Argument(help="Runs or model folders (with --text), and memory files; none: signals.")
-    ] = None,
+    files: Files = None,
     text: Annotated[Path | None, typer.Option(help="The UTF-8 text that the models read.")] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("explore.html"),
     show: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
-    serve: Annotated[
-        bool, typer.Option(help="Keep the models loaded, and let them read text pasted into the page.")
-    ] = False,
+    serve: Serve = False,
     port: Annotated[int, typer.Option(help="Port of --serve, on localhost only; 0 picks a free one.")] = 0,
     tokens: Annotated[int, typer.Option(help="How many tokens of a text are read at most.")] = 4096,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside a model.")] = None,
