@@ -171,7 +171,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "streaming",
         ),
     ],
-    ("elastic_memory/model/defaults.py", "tests/model/test_defaults.py"): [
+    ("elastic_memory/model/saved_defaults.py", "tests/model/test_saved_defaults.py"): [
         ('if record.get("memory") != now["memory"]:', "if False:", ""),
         ("if name not in settings.options() and", "if", "given_when_loading"),
         ("if not isinstance(record, dict) or not", "if record is None or not", "damaged"),
@@ -213,7 +213,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("elastic_memory/model/layer.py", "tests/model/test_sliding.py"): [
         ("rope(x, positions - self.locality.lag)", "rope(x, positions)", "equations"),
     ],
-    ("elastic_memory/model/parts.py", "tests/model/test_sliding.py"): [
+    ("elastic_memory/model/decoder_layer.py", "tests/model/test_sliding.py"): [
         ("locality.window + memory.widens", "locality.window", "wider_window"),
     ],
     ("elastic_memory/model/all_blocks.py", "tests/model/test_sliding.py"): [
@@ -232,7 +232,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (".clamp_min(1e-30).log()", ".log()", "written_out"),
         ("query.new_full((1,), 1 / scale)", "query.new_ones(1)", "written_out"),
     ],
-    ("elastic_memory/model/parts.py", "tests/memory/test_silent.py"): [
+    ("elastic_memory/model/decoder_layer.py", "tests/memory/test_silent.py"): [
         ("reading[2] if self.memory.adds_score else None", "None", "written_out"),
         ("        if self.memory.gain is None:\n            return mixed", "        return mixed", "heard"),
     ],

@@ -138,6 +138,16 @@ def test_files_and_functions_are_short(path):
             assert node.end_lineno - node.lineno < 60, f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
 
 
+def test_a_class_has_a_name_of_its_own():
+    """One name, one meaning, in the whole package."""
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
 def test_the_page_shows_the_tree():
     text = page("architecture.md")
     for path in FILES:

@@ -64,7 +64,7 @@ def mix_all(
         matrices, normalisers = (torch.stack(parts, dim=1) for parts in zip(*readings, strict=True))
     features, norm = _sigma(query, memory.geometry), memory.memory_norm == "output"
     real = memory.geometry.features or memory.geometry.head_dim
-    return infini.recall(features, local, matrices, normalisers, wide(memory.gate), real, norm)
+    return infini.mix(features, local, matrices, normalisers, wide(memory.gate), real, norm)
 
 
 class StackedReadings(Sequence[Reading]):

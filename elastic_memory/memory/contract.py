@@ -23,11 +23,10 @@ import torch
 from torch import nn
 
 from elastic_memory.common.names import suggest
-from elastic_memory.memory.tools import group_by_size
+from elastic_memory.memory.tools import Reading, group_by_size
 from elastic_memory.shapes import Bool, Float, Tensor
 
 State = tuple[Tensor, ...]
-Reading = tuple[Tensor, ...]
 Heads = Float[Tensor, "batch head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 

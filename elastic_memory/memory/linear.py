@@ -32,7 +32,7 @@ class Rule(Protocol):
         """What reads the state of a history of so many tokens."""
 
 
-class Plan(NamedTuple):
+class SampleOperators(NamedTuple):
     """The operators of a sample: what writes each block but the last, and what reads for each but the first."""
 
     transitions: tuple[Tensor, ...]
@@ -95,7 +95,7 @@ class LinearMemory(ElasticMemory):
 
 
 def states(
-    plan: Plan,
+    plan: SampleOperators,
     signal: Float[Tensor, "head token feature"],
     size: int,
     cut: Callable[[State, int], State] = lambda state, block: state,
@@ -112,17 +112,17 @@ def states(
 
 # A constant of the compiled graph: building operators is float64 work that must not be traced.
 @torch.compiler.assume_constant_result
-def plan_of(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> Plan:
+def plan_of(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> SampleOperators:
     """All operators that a sample of so many blocks needs."""
     return _plan(rule, size, blocks, device, dtype)
 
 
 @lru_cache(maxsize=CACHED)
-def _plan(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> Plan:
+def _plan(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> SampleOperators:
     ends = range(size, blocks * size, size)
     steps = [step_of(rule, end - size, end, device, dtype) for end in ends]
     readers = readers_of(rule, size, blocks, device, dtype)
-    return Plan(tuple(step.transition for step in steps), tuple(step.projection for step in steps), readers)
+    return SampleOperators(tuple(step.transition for step in steps), tuple(step.projection for step in steps), readers)
 
 
 @torch.compiler.assume_constant_result

@@ -21,7 +21,7 @@ class Picked(NamedTuple):
     time: Float[Tensor, "batch order"]
 
 
-class Rule(NamedTuple):
+class Choice(NamedTuple):
     """Which tokens stay."""
 
     order: int
@@ -73,7 +73,7 @@ class SampledMemory(ParallelMemory):
         samplings.resolve(sampling, options)
         self.adds_score = mass
         self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
-        self.rule = Rule(order, sampling, tuple(sorted(options.items())))
+        self.rule = Choice(order, sampling, tuple(sorted(options.items())))
 
     def start(self, batch: int, device: torch.device | str | None = None) -> Picked:
         """No tokens."""
@@ -138,12 +138,12 @@ def nearest(time: Float[Tensor, "batch candidate"], points: Float[Tensor, " orde
 
 # A constant of the compiled graph: it depends on numbers, not on tensors.
 @torch.compiler.assume_constant_result
-def _survivors(rule: Rule, size: int, blocks: int, device: str) -> tuple[Int[Tensor, " kept"], ...]:
+def _survivors(rule: Choice, size: int, blocks: int, device: str) -> tuple[Int[Tensor, " kept"], ...]:
     return survivors(rule, size, blocks, device)
 
 
 @lru_cache(maxsize=4)
-def survivors(rule: Rule, size: int, blocks: int, device: str = "cpu") -> tuple[Int[Tensor, " kept"], ...]:
+def survivors(rule: Choice, size: int, blocks: int, device: str = "cpu") -> tuple[Int[Tensor, " kept"], ...]:
     """For blocks 1, 2, ...: the tokens of the history that a stream has kept."""
     kept, result = torch.arange(0), []
     for seen in range(size, blocks * size, size):

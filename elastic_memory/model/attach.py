@@ -15,8 +15,8 @@ from elastic_memory.memory.contract import with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import BLOCK_SIZE, MEMORY, MemorySettings, refuse_dropout
-from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
+from elastic_memory.model.saved_defaults import RECORD, defaults, older, warn_of_defaults
 
 # Decoders whose layers consist of PARTS and nothing else (tests/model/test_families.py).
 FAMILIES = ("arcee", "gemma", "jais2", "llama", "mistral", "qwen2", "qwen3")

@@ -15,8 +15,8 @@ from elastic_memory.common.names import nearest, suggest
 from elastic_memory.memory import MEMORIES, Geometry, Memory
 from elastic_memory.memory.contract import with_new_names
 from elastic_memory.model.adapters import tell_peft
-from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
 from elastic_memory.model.locality import Locality
+from elastic_memory.model.saved_defaults import RECORD, defaults, older, warn_of_defaults
 
 LOCAL_ATTENTION = ("block", "sliding", "full")
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from elastic_memory.shapes import Tensor
 from elastic_memory.streaming.fingerprint import IN_EFFECT, given, settings, weights_hash
-from elastic_memory.streaming.texts import Part
+from elastic_memory.streaming.texts import ReadText
 
 if TYPE_CHECKING:
     from elastic_memory.streaming.cache import MemoryCache
@@ -276,7 +276,7 @@ def _parts_fit(header: dict[str, Any], block_size: int) -> bool:
     """Whether the parts are well formed, and what follows them in memory is whole blocks."""
     seen, name = header["seen"], header.get("name")
     try:
-        parts = [[Part(*part) for part in row] for row in header.get("parts") or [()] * len(seen)]
+        parts = [[ReadText(*part) for part in row] for row in header.get("parts") or [()] * len(seen)]
     except TypeError:
         return False
     sound = all(

@@ -15,7 +15,7 @@ from elastic_memory.attention import with_features
 from elastic_memory.memory import MEMORIES, Geometry, Memory
 from elastic_memory.memory.contract import SILENT
 from elastic_memory.memory.counts import gates
-from elastic_memory.model.parts import MemoryAttention
+from elastic_memory.model.decoder_layer import MemoryAttention
 from elastic_memory.report.attention_view import views
 from elastic_memory.streaming.fingerprint import fingerprint
 from elastic_memory.training.trainer import parameter_groups

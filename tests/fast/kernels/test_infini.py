@@ -84,7 +84,7 @@ def test_recall(blocks, first, heads, kv_heads, tokens, dim, features, norm, dev
     skip = (3,) if norm and dtype == torch.bfloat16 else ()
 
     def fast(query, *inputs):
-        return (infini.recall(narrow_sigma(query, features), *inputs, features, norm),)
+        return (infini.mix(narrow_sigma(query, features), *inputs, features, norm),)
 
     compare(fast, slow, (query, local, matrix, normaliser, gate), dtype, skip)
 
@@ -210,7 +210,7 @@ def test_blocks_that_read_nothing_do_not_notice():
     local = draw(1, 2, 1, 8, 16).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     matrix = torch.full((1, 1, 1, 16, 16), torch.inf, device=device)
     normaliser, gate = torch.ones(1, 1, 1, 16, device=device), torch.zeros(1, device=device)
-    mixed = infini.recall(narrow_sigma(local, 16), local, matrix, normaliser, gate, 16, True)
+    mixed = infini.mix(narrow_sigma(local, 16), local, matrix, normaliser, gate, 16, True)
     assert torch.equal(mixed[:, 0], local[:, 0]) and mixed[:, 1].isnan().all()
 
 
