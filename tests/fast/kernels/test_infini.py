@@ -64,7 +64,7 @@ def compare(fast, slow, inputs, dtype, skip=()):
     ("blocks", "first", "heads", "kv_heads", "tokens", "dim", "features"),
     [(3, 1, 4, 2, 70, 24, 20), (2, 0, 2, 2, 64, 16, 16), (2, 1, 3, 1, 5, 96, 90), (2, 1, 1, 1, 1100, 2, 2)],
 )
-def test_recall(blocks, first, heads, kv_heads, tokens, dim, features, norm, device, dtype):
+def test_mix(blocks, first, heads, kv_heads, tokens, dim, features, norm, device, dtype):
     query = draw(2, blocks, tokens, heads, dim).to(device, dtype).transpose(2, 3).requires_grad_()
     local = draw(2, blocks, heads, tokens, dim).to(device, dtype).requires_grad_()
     matrix = draw(2, blocks - first, kv_heads, dim, dim).to(device).requires_grad_()
@@ -170,8 +170,8 @@ def test_operations_keep_their_promises():
     gate = draw(2).requires_grad_()
     matrix, normaliser = draw(1, 3, 2, 6, 6).requires_grad_(), draw(1, 3, 2, 6).abs().requires_grad_()
     inputs = (tokens.detach().abs().requires_grad_(), tokens, matrix, normaliser, gate, 1, 4, True)
-    torch.library.opcheck(infini._recall, inputs)
-    torch.library.opcheck(infini._recall_backward, (tokens, *inputs), test_utils=PROMISES)
+    torch.library.opcheck(infini._mix, inputs)
+    torch.library.opcheck(infini._mix_backward, (tokens, *inputs), test_utils=PROMISES)
     known, added = draw(1, 3, 2, 6, 6).requires_grad_(), draw(1, 3, 2, 6, 6).mT.requires_grad_()
     torch.library.opcheck(infini._chain, (known, added))
     torch.library.opcheck(infini._chain_backward, (added, known, known), test_utils=PROMISES)
