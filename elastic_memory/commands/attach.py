@@ -7,13 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.options import LARGEST_MEMORY, check_range
+from elastic_memory.common.defaults import BLOCK_SIZE
 
 Layers = Annotated[
     list[int] | None,
     typer.Option(help="A layer that gets the memory, counted from 0; repeatable. Default: as in the paper."),
 ]
 BlockSize = Annotated[
-    int | None, typer.Option(help="Tokens in a block, in all layers; memory is updated once a block. Default: 2,048.")
+    int | None,
+    typer.Option(help=f"Tokens in a block, in all layers; memory is updated once a block. Default: {BLOCK_SIZE:,}."),
 ]
 Local = Annotated[str, typer.Option(help="block: attention inside blocks; sliding: to the last --window tokens.")]
 Window = Annotated[

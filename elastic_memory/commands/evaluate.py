@@ -8,7 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.options import LARGEST_MEMORY, check_range, refuse_unused
-from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
+from elastic_memory.common.defaults import (
+    ALPHA,
+    BETA,
+    LENGTH,
+    LONGPPL_REFERENCE,
+    RECALL_STEPS,
+    RULER_LENGTHS,
+    SLIDING_WINDOW,
+    TRUNC_LEN,
+)
 
 # Options by the metrics that use them, or what the names of those begin with.
 USED_BY = {
@@ -57,7 +66,10 @@ RecallSteps = Annotated[
     int, typer.Option(help="Recall, MQAR: fine-tune a copy of the model for this many steps first.")
 ]
 RulerLengths = Annotated[
-    list[int] | None, typer.Option("--ruler-length", help="RULER: tokens of a prompt; repeatable (default 4096, 8192).")
+    list[int] | None,
+    typer.Option(
+        "--ruler-length", help=f"RULER: tokens of a prompt; repeatable (default {', '.join(map(str, RULER_LENGTHS))})."
+    ),
 ]
 
 
@@ -84,7 +96,7 @@ def evaluate(
     beta: Beta = BETA,
     keys: Keys = None,
     orders: Orders = None,
-    recall_steps: RecallSteps = 600,
+    recall_steps: RecallSteps = RECALL_STEPS,
     ruler_lengths: RulerLengths = None,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.options import check_range, refuse_unused
+from elastic_memory.common.defaults import MEMORY_SUFFIX
 
 Files = Annotated[
     list[Path] | None,
@@ -47,7 +48,7 @@ def explore(
 
     check_range(2, 10**6, tokens=tokens)
     check_range(0, 65535, port=port)
-    memories = [path for path in files or [] if path.name.endswith(explorer.SUFFIX)]
+    memories = [path for path in files or [] if path.name.endswith(MEMORY_SUFFIX)]
     folders = [path for path in files or [] if path not in memories]
     _check(folders, memories, text, serve)
     refuse_unused(context, *(["with --serve", "out"] if serve else ["without --serve", "port"]))

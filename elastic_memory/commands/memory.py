@@ -15,8 +15,7 @@ import typer
 
 from elastic_memory.commands.generate import READ, chunks, encoded, load
 from elastic_memory.commands.options import Command, one_line
-
-SUFFIX = ".memory.safetensors"
+from elastic_memory.common.defaults import MEMORY_SUFFIX
 
 memory = typer.Typer(
     no_args_is_help=True,
@@ -54,7 +53,7 @@ def read(
     """  # fmt: skip
     if processes < 1:
         raise ValueError(f"processes={processes}: give 1 or more")
-    targets = {path: out / f"{path.stem}{SUFFIX}" for path in texts}
+    targets = {path: out / f"{path.stem}{MEMORY_SUFFIX}" for path in texts}
     for path, target in targets.items():
         if not path.is_file():
             raise ValueError(f"{path}: not a file of text")
@@ -117,7 +116,7 @@ def join(
     def caches() -> Any:
         for path in files:
             cache = MemoryCache.load(path, loaded)
-            cache.name = cache.name or path.name.removesuffix(SUFFIX)
+            cache.name = cache.name or path.name.removesuffix(MEMORY_SUFFIX)
             yield cache
 
     joined = MemoryCache.join(caches(), approximate=approximate)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_memory.commands.options import check_range, refuse_unused
+from elastic_memory.reproduction.tiers import TIERS
 
 if TYPE_CHECKING:
     from elastic_memory.report.tables import Table
     from elastic_memory.reproduction.experiment import Experiment
     from elastic_memory.reproduction.lab import Lab
 
-TIERS_HELP = "smoke: minutes; small: one GPU; medium: the paper's sizes, 1% of its tokens; paper: all of it."
+TIERS_HELP = "; ".join(f"{name}: {tier.summary}" for name, tier in TIERS.items())
 TRAINING = (
     "data",
     "reference",
@@ -103,7 +104,6 @@ def reproduce(
 def _check(context: typer.Context, tables: list[str], tier: str, minutes: float | None) -> None:
     """Refuse an unknown tier, and options that would have no effect."""
     from elastic_memory.common.names import suggest
-    from elastic_memory.reproduction.tiers import TIERS
 
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r}: {suggest(tier, TIERS)}")

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_memory.common.defaults import BLOCK_SIZE
+from elastic_memory.common.defaults import BLOCK_SIZE, ORDER, POINTS
 
 OPERATOR_CHECKS = 5
 
@@ -77,7 +77,7 @@ def operator_checks(device: str) -> Iterator[tuple[str, float, float]]:
     from elastic_memory.operators import Bank
 
     there = torch.device(device)
-    order, size, blocks = 540, BLOCK_SIZE, 16
+    order, size, blocks = ORDER, BLOCK_SIZE, 16
     first, second = hippo.transition(order, 8, 10, device=there), hippo.transition(order, 9, 9, device=there)
     whole = first @ hippo.transition(order, 6, 8, device=there)
     yield "transition composes", float((whole - hippo.transition(order, 6, 10, device=there)).abs().max()), 1e-10
@@ -90,7 +90,7 @@ def operator_checks(device: str) -> Iterator[tuple[str, float, float]]:
     joined = hippo.join(one, other, 1500, 2500)
     yield "joined states = state of both", float((joined - hippo.compress(torch.cat(parts), order)).abs().max()), 1e-10
 
-    bank = Bank(order, 512, "exponential")
+    bank = Bank(order, POINTS, "exponential")
     signal = torch.randn(size * blocks, 8, device=there, generator=torch.Generator(there).manual_seed(0))
     state = torch.zeros(order, 8, device=there)
     for block in range(blocks):

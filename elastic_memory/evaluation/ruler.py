@@ -23,7 +23,6 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 HOPS = 4  # of a chain of variables
 EXAMPLE = 500  # tokens of the worked example of such a chain
 COMMON = 10  # words to be found
-LENGTHS = (4096, 8192)
 SAMPLES = 16
 
 

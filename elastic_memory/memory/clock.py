@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from elastic_memory import hippo, sampling
+from elastic_memory.common.defaults import ORDER, POINTS
 from elastic_memory.memory import pace
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, Reading, State
 from elastic_memory.memory.elastic import ElasticState
@@ -80,8 +81,8 @@ class ClockMemory(LinearMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
-        points: int = 512,
+        order: int = ORDER,
+        points: int = POINTS,
         sampling: str | Callable[..., Tensor] = "geometric_cells",
         sampling_options: dict[str, float] | None = None,
         shortest: int = 64,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_memory.common.defaults import ORDER, POINTS
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.tools import full_precision, one_of, static
 from elastic_memory.operators import Bank, Direct, Recurrent
@@ -42,8 +43,8 @@ class ElasticMemory(ParallelMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
-        points: int = 512,
+        order: int = ORDER,
+        points: int = POINTS,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
         mass: bool = False,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from elastic_memory.attention import masked
+from elastic_memory.common.defaults import ORDER
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.tools import gated, one_of, wide
 from elastic_memory.shapes import Bool, Float, Tensor
@@ -38,7 +39,7 @@ class MemorizingMemory(ParallelMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
+        order: int = ORDER,
         combine: str = "gate",
         positions: str = "none",
         detach_memory: bool = False,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_memory import hippo
+from elastic_memory.common.defaults import ORDER, POINTS
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.elastic import beside, with_raw_tokens
 from elastic_memory.memory.linear import plan_of, reader_of, states
@@ -57,9 +58,9 @@ class OutliersMemory(ParallelMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
+        order: int = ORDER,
         share: float = 0.5,
-        points: int = 512,
+        points: int = POINTS,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
         query: str = "rotated",

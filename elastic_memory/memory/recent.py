@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from elastic_memory.common.defaults import ORDER, POINTS
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.elastic import beside, with_raw_tokens
 from elastic_memory.memory.memorizing import MemorizingMemory
@@ -27,9 +28,9 @@ class RecentMemory(ParallelMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
+        order: int = ORDER,
         share: float = 0.5,
-        points: int = 512,
+        points: int = POINTS,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
         detach_every: int | None = None,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from elastic_memory import sampling as samplings
+from elastic_memory.common.defaults import ORDER
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.tools import one_of, static, wide
 from elastic_memory.shapes import Float, Int, Tensor
@@ -59,7 +60,7 @@ class SampledMemory(ParallelMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
+        order: int = ORDER,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
         mass: bool = False,

@@ -9,12 +9,13 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 
+from elastic_memory.common.defaults import BLOCK_SIZE
 from elastic_memory.common.hooks import has_hooks
 from elastic_memory.memory import Geometry
 from elastic_memory.memory.contract import with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
-from elastic_memory.model.configuration import BLOCK_SIZE, MEMORY, MemorySettings, refuse_dropout
+from elastic_memory.model.configuration import MEMORY, MemorySettings, refuse_dropout
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
 from elastic_memory.model.saved_defaults import RECORD, defaults, older, warn_of_defaults
 

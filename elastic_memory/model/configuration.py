@@ -11,6 +11,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from elastic_memory.common.defaults import BLOCK_SIZE, LENGTH, POINTS
 from elastic_memory.common.names import nearest, suggest
 from elastic_memory.memory import MEMORIES, Geometry, Memory
 from elastic_memory.memory.contract import with_new_names
@@ -30,11 +31,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "200m": {"hidden_size": 1080, "intermediate_size": 2880, "num_hidden_layers": 12, "num_attention_heads": 12},
     "400m": {"hidden_size": 1440, "intermediate_size": 4864, "num_hidden_layers": 12, "num_attention_heads": 16},
 }  # fmt: skip
-MEMORY = "elastic"  # the memory and the block size of whoever names none
-BLOCK_SIZE = 2048
-PAPER = {"block_size": BLOCK_SIZE, "memory_points": 512, "vocab_size": 32000}
+MEMORY = "elastic"  # if no memory is named
+PAPER = {"block_size": BLOCK_SIZE, "memory_points": POINTS, "vocab_size": 32000}
 COMMON = {
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": LENGTH,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 
 from elastic_memory import hippo
+from elastic_memory.common.defaults import MEMORY_SUFFIX
 from elastic_memory.data.tokenizers import Skip, Tokenizer, encode, pieces
 from elastic_memory.evaluation.losses import block_size_of, has_blocks, streamed_losses, window_losses
 from elastic_memory.evaluation.reconstruction import Signal, keys_and_values
@@ -33,7 +34,6 @@ PASSES = 4  # of a model over a document
 FEATURES = 12  # of keys and values of one document or memory file that the page draws
 ORDERS = (16, 64, 256)  # of memory whose reconstructions are compared, beside the model's own
 AGES = 24  # groups of tokens by age
-SUFFIX = ".memory.safetensors"
 
 
 def page(subjects: Sequence[dict[str, Any]], title: str = "Memory microscope", *, live: bool = False) -> str:
@@ -169,7 +169,7 @@ def _memory_subject(
     parts = (told.get("parts") or [[]])[0]
     return {
         "kind": "memory",
-        "name": path.name.removesuffix(SUFFIX),
+        "name": path.name.removesuffix(MEMORY_SUFFIX),
         "memory": ", ".join(dict.fromkeys(name.rsplit(" ", 1)[0] for name in states)) or "no polynomial to draw",
         "model": str(told.get("model") or ""),
         "tokens": told["seen"][0],
