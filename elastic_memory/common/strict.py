@@ -112,3 +112,11 @@ def parse_json(text: str, source: str) -> Any:
         return json.loads(text, parse_constant=refuse, parse_float=finite, parse_int=short)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: not valid JSON ({str(error)[:200]})") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """As `object_pairs_hook` of `json.loads`: refuse an object that has a key twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("duplicate keys")
+    return found

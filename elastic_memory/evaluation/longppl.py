@@ -8,7 +8,6 @@ LongPPL is the evaluated model's perplexity on the key tokens, pooled over all t
 import hashlib
 import json
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
+from elastic_memory.common.files import whole_file
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.inputs import document_of, token_ids
 from elastic_memory.evaluation.journal import Advance, Journal, RowRecord, bootstrap, by_document
@@ -160,10 +160,8 @@ class KeyTokens:
         keys = [i for i in self._computed(tokenizer, ids, text, spans) if i > 0]
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # several processes may find the same key tokens at once: each writes its own file first
-            own = path.with_name(f".{path.name}.{os.getpid()}")
-            own.write_text(json.dumps({**identity, "reference_tokens": self.length, "keys": keys}))
-            own.replace(path)
+            with whole_file(path, shared=True) as file:
+                file.write(json.dumps({**identity, "reference_tokens": self.length, "keys": keys}).encode())
         return ids, keys
 
     def _computed(self, tokenizer: Any, ids: Tensor, text: str | None, spans: list[Span]) -> list[int]:

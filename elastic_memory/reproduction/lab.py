@@ -29,6 +29,7 @@ from elastic_memory.evaluation.longppl import Settings, key_tokens
 from elastic_memory.evaluation.metrics import Conditions, Evaluation
 from elastic_memory.evaluation.record import describe, with_progress
 from elastic_memory.reproduction.records import Record
+from elastic_memory.reproduction.scheduler import running_now
 from elastic_memory.reproduction.tiers import TIERS
 from elastic_memory.training.build import build_config
 from elastic_memory.training.corpus import data_hash, fit
@@ -231,9 +232,7 @@ class Lab:
             record.add_training(run.content(), run.measured(), 1)
 
     def _sharing(self, planned: int) -> int:
-        """How many processes use the device now, according to the scheduler."""
-        running = self.work / "logs" / "running"
-        return int(running.read_text() or planned) if planned > 1 and running.exists() else planned
+        return running_now(self.work / "logs") if planned > 1 else planned
 
     def _measure(self, model: Trained, conditions: Conditions, metrics: list[str]) -> None:
         """Measure a trained model under one set of conditions, and record the results."""

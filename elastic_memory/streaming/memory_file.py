@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -15,6 +14,8 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from elastic_memory.common.files import whole_file
+from elastic_memory.common.strict import unique_keys
 from elastic_memory.shapes import Tensor
 from elastic_memory.streaming.fingerprint import IN_EFFECT, given, settings, weights_hash
 from elastic_memory.streaming.texts import ReadText
@@ -83,26 +84,8 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
     metadata = json.dumps(header)
     if len(json.dumps(metadata)) > LARGEST_HEADER - 2**16:  # leaves room for the descriptions of tensors
         raise ValueError(f"{path}: {sum(map(len, cache.parts)):,} parts are more than the header of a file can list")
-    _write(path, safetensors.torch.save(tensors, metadata={"elastic_memory": metadata}))
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace `path` in one step by a file that is on disk; every writer has its own temporary file."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with whole_file(path, shared=True) as file:
+        file.write(safetensors.torch.save(tensors, metadata={"elastic_memory": metadata}))
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -186,8 +169,8 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, 
     if size < 8 or length > min(LARGEST_HEADER, size - 8):
         raise ValueError(f"{path}: not a memory file (its header claims {length:,} bytes of {size:,})")
     try:
-        header = json.loads(file.read(length), object_pairs_hook=_unique)
-        metadata = json.loads(header.pop("__metadata__")["elastic_memory"], object_pairs_hook=_unique)
+        header = json.loads(file.read(length), object_pairs_hook=unique_keys)
+        metadata = json.loads(header.pop("__metadata__")["elastic_memory"], object_pairs_hook=unique_keys)
         if not isinstance(metadata, dict):
             raise ValueError("its metadata is not an object")
         described = {name: _description(about) for name, about in header.items()}
@@ -207,13 +190,6 @@ def _description(about: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     if not sound or not all(type(number) is int and 0 <= number < 2**62 for number in sizes):
         raise ValueError(f"{about} describes no tensor")
     return dtype, tuple(shape)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError("duplicate keys")
-    return dict(pairs)
 
 
 def _check_version(path: Path, header: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from elastic_memory.common.checksums import IncompleteError, write_manifest
 from elastic_memory.common.environment import environment, is_main, peak_memory
-from elastic_memory.common.files import DISK_FULL, publish, write_json, write_text
+from elastic_memory.common.files import DISK_FULL, whole_folder, write_json, write_text
 from elastic_memory.common.locks import locked
 from elastic_memory.common.progress import console
 from elastic_memory.common.strict import read_json, read_yaml
@@ -315,17 +315,15 @@ class Session:
         return result
 
     def _write_model(self, network: Any, state: Any, result: dict[str, Any]) -> None:
-        run, staged = self.run, self.run.folder / ".model.saving"
-        shutil.rmtree(staged, ignore_errors=True)
+        run = self.run
         try:
-            with checkpoints.saving(staged):
+            with whole_folder(run.model) as staged:
                 network.save_pretrained(staged, state_dict=state)
                 shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
                 write_json(staged / "training.json", result)
                 write_text(staged / "README.md", model_card(run.recipe, result, network, self.rows.manifest["source"]))
                 write_manifest(staged, run.digest, result["steps"], without=("README.md",))  # the card may be edited
                 shutil.rmtree(run.model, ignore_errors=True)
-                publish(staged, run.model)
         except (OSError, SafetensorError) as error:
             raise run.unwritten("the model", error) from error
 
