@@ -15,16 +15,8 @@ if TYPE_CHECKING:
     from elastic_memory.reproduction.lab import Lab
 
 TIERS_HELP = "; ".join(f"{name}: {tier.summary}" for name, tier in TIERS.items())
-TRAINING = (
-    "data",
-    "reference",
-    "model",
-    "minutes",
-    "parallel",
-    "seeds",
-    "designs",
-    "keep_weights",
-)  # used by tables of trained models
+# Options that only tables of trained models use.
+TRAINING = ("data", "reference", "model", "minutes", "parallel", "seeds", "designs", "keep_weights")
 
 Out = Annotated[Path, typer.Option(help="Folder for the tables, their JSON, and one record per run.")]
 Reference = Annotated[

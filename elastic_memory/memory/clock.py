@@ -10,7 +10,7 @@ from torch import nn
 from elastic_memory import hippo, sampling
 from elastic_memory.common.defaults import ORDER, POINTS
 from elastic_memory.memory import pace
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, Reading, State
+from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, Reading, State
 from elastic_memory.memory.elastic import ElasticState
 from elastic_memory.memory.linear import LinearMemory, Rule, readers_of
 from elastic_memory.memory.tools import full_precision, one_of, padded, static, wide
@@ -135,9 +135,7 @@ class ClockMemory(LinearMemory):
             new = pace.transitions(places[..., 0], self.bank.order, signal.dtype) @ torch.cat(state, dim=3) + new
         return ElasticState(*new.chunk(2, dim=3))
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """Block by block, over operators of all blocks at once."""
         size = static(self.geometry.block_size)
         blocks = static(-(-key.shape[2] // size)) - 1  # that are read

@@ -28,6 +28,7 @@ from elastic_memory.shapes import Bool, Float, Tensor
 
 State = tuple[Tensor, ...]
 Heads = Float[Tensor, "batch head token dim"]
+KeyValues = Float[Tensor, "batch kv_head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
 RENAMED = {"road": "algorithm"}  # options by their names of earlier versions
@@ -66,8 +67,8 @@ class Host(NamedTuple):
 class Block(NamedTuple):
     """A block that is complete, or the last of a sample, as `write` sees it."""
 
-    key: Float[Tensor, "batch kv_head token dim"]  # before rotary positions
-    value: Float[Tensor, "batch kv_head token dim"]
+    key: KeyValues  # before rotary positions
+    value: KeyValues
     output: Float[Tensor, "batch token width"] | None = None  # what left the layer, for summary-token memories
     tail: Float[Tensor, "batch tail width"] | None = None  # what left it of the memory's `tail`
 
@@ -217,9 +218,7 @@ class ParallelMemory(Memory):
 
     no_sliding: str | None = None
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """The readings of blocks 1, 2, ... of a whole sample, of block 0 too if it `reads_start`.
 
         A loop over blocks, unless a mechanism knows better.

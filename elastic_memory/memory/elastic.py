@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_memory.common.defaults import ORDER, POINTS
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.tools import full_precision, one_of, static
 from elastic_memory.operators import Bank, Direct, Recurrent
 from elastic_memory.shapes import Float, Tensor
@@ -105,9 +105,7 @@ class ElasticMemory(ParallelMemory):
         key, value = (first @ before + second @ after for before, after in zip(state, other, strict=True))
         return ElasticState(key, value)
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """Readings of all blocks from raw keys and values, by the cheaper of two algorithms that agree to rounding."""
         size = static(self.geometry.block_size)
         blocks = static(-(-key.shape[2] // size))
@@ -191,9 +189,8 @@ class _Direct(torch.autograd.Function):
     def forward(
         signal: Float[Tensor, "token feature"], size: int, detach_every: int | None, weights: tuple[Tensor, ...]
     ) -> Float[Tensor, "reading point feature"]:
-        with torch.autocast(
-            signal.device.type, enabled=False
-        ):  # the backward pass has no autocast, and needs the same types
+        # The backward pass has no autocast, and needs the same types.
+        with torch.autocast(signal.device.type, enabled=False):
             return torch.stack([weight @ signal[: index * size] for index, weight in enumerate(weights, 1)])
 
     @staticmethod

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elastic_memory.memory.contract import Block, Host, Reading, State
+from elastic_memory.memory.contract import Block, Host, KeyValues, Memory, Reading, State
 from elastic_memory.memory.elastic import ElasticMemory, ElasticState
 from elastic_memory.memory.tools import full_precision, static
 from elastic_memory.operators import CACHED, Step
@@ -70,13 +70,9 @@ class LinearMemory(ElasticMemory):
         )
         return ElasticState(key, value)
 
-    def join(self, state: State, seen: int, other: State, other_seen: int) -> ElasticState:
-        """Refused: a token's place in the state depends on the length of the text before it."""
-        raise ValueError(f"{type(self).__name__} cannot join two states: {self.no_join}")
+    join = Memory.join  # type: ignore[assignment]  # a token's place in the state depends on the text before it
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """Block by block, one product per head for the whole batch."""
         size, dtype = static(self.geometry.block_size), torch.promote_types(key.dtype, torch.float32)
         plan = plan_of(self.rule, size, static(-(-key.shape[2] // size)), str(key.device), dtype)

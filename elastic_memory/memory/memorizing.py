@@ -8,7 +8,17 @@ from torch import nn
 
 from elastic_memory.attention import masked
 from elastic_memory.common.defaults import ORDER
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.contract import (
+    Block,
+    Geometry,
+    Heads,
+    Host,
+    KeyValues,
+    MemoryInfo,
+    ParallelMemory,
+    Reading,
+    State,
+)
 from elastic_memory.memory.tools import gated, one_of, wide
 from elastic_memory.shapes import Bool, Float, Tensor
 
@@ -104,9 +114,7 @@ class MemorizingMemory(ParallelMemory):
         )
         return Queue(key, value)
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """The queue of each block is a slice of the sample: the tokens before it."""
         if self.widens:
             return []
@@ -117,13 +125,8 @@ class MemorizingMemory(ParallelMemory):
         return readings
 
     def mix(
-        self,
-        local: Float[Tensor, "batch head token dim"],
-        query: Float[Tensor, "batch head token dim"],
-        rotated: Float[Tensor, "batch head token dim"],
-        reading: Reading,
-        visible: Bool[Tensor, "batch column"] | None,
-    ) -> Float[Tensor, "batch head token dim"]:
+        self, local: Heads, query: Heads, rotated: Heads, reading: Reading, visible: Bool[Tensor, "batch column"] | None
+    ) -> Heads:
         """y = g softmax(q K^T / sqrt(d)) V + (1 - g) local."""
         looking = query if self.positions == "none" else rotated
         key, value = (part.to(looking.dtype) for part in reading)

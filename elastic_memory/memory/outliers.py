@@ -7,7 +7,7 @@ import torch
 
 from elastic_memory import hippo
 from elastic_memory.common.defaults import ORDER, POINTS
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.elastic import beside, with_raw_tokens
 from elastic_memory.memory.linear import plan_of, reader_of, states
 from elastic_memory.memory.tools import full_precision, one_of, static, wide
@@ -105,9 +105,7 @@ class OutliersMemory(ParallelMemory):
         raw = [torch.cat((a, b.float()), dim=2) for a, b in zip(state[2:4], block[:2], strict=True)]
         return (*coefficients, *(_take(part, index) for part in raw), novelty)
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """The most novel tokens of a history are those that a stream has kept: straight from the sample."""
         size, readings = static(self.geometry.block_size), []
         novelty = self._novelty_of_all(key)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from elastic_memory.common.defaults import ORDER, POINTS
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.elastic import beside, with_raw_tokens
 from elastic_memory.memory.memorizing import MemorizingMemory
-from elastic_memory.shapes import Float, Tensor
+from elastic_memory.shapes import Tensor
 
 
 class RecentMemory(ParallelMemory):
@@ -66,9 +66,7 @@ class RecentMemory(ParallelMemory):
         coefficients = self.elastic.join(state[:2], seen, other[:2], other_seen)
         return (*coefficients, *self.queue.join(state[2:], seen, other[2:], other_seen))
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """The readings of both, side by side."""
         readings, queues = (memory.read_all(key, value, host) for memory in (self.elastic, self.queue))
         return [beside(*pair) for pair in zip(readings, queues, strict=True)] if queues else readings

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from elastic_memory import sampling as samplings
 from elastic_memory.common.defaults import ORDER
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.tools import one_of, static, wide
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -103,9 +103,7 @@ class SampledMemory(ParallelMemory):
         index = chosen[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         return Picked(key.gather(2, index), value.gather(2, index), time.gather(1, chosen))
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """The tokens that a stream would still have, straight from the sample."""
         size = static(self.geometry.block_size)
         left = _survivors(self.rule, size, static(-(-key.shape[2] // size)), str(key.device))

@@ -228,15 +228,7 @@ class MemoryLlamaConfig(LlamaConfig):
 
     def geometry(self) -> Geometry:
         """The shape of a layer."""
-        return Geometry(
-            width=self.hidden_size,
-            heads=self.num_attention_heads,
-            kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            layers=self.num_hidden_layers,
-            block_size=self.block_size,
-            initializer_range=self.initializer_range,
-        )
+        return geometry_of(self, self.block_size)
 
     def _stored_geometry(self) -> Geometry:
         """The shape of a layer whose heads may be padded."""
@@ -245,18 +237,9 @@ class MemoryLlamaConfig(LlamaConfig):
 
     def settings(self, stored: bool = False) -> MemorySettings:
         """The memory part of the configuration, checked; for heads as they are stored, if asked."""
-        return MemorySettings(
-            geometry=self._stored_geometry() if stored else self.geometry(),
-            memory=self.memory,
-            memory_layers=self.memory_layers,
-            local_attention=self.local_attention,
-            window=self.window,
-            memory_order=self.memory_order,
-            memory_points=self.memory_points,
-            sampling=self.sampling,
-            sampling_options=self.sampling_options,
-            memory_options=self.memory_options or {},
-        )
+        geometry = self._stored_geometry() if stored else self.geometry()
+        values = {item.name: getattr(self, item.name) for item in fields(MemorySettings) if item.name != "geometry"}
+        return MemorySettings(**values | {"geometry": geometry, "memory_options": self.memory_options or {}})
 
     @classmethod
     def preset(cls, name: str, memory: str = MEMORY, memory_multiple: int = 1, **overrides: Any) -> Self:
@@ -280,6 +263,24 @@ class MemoryLlamaConfig(LlamaConfig):
         if "memory_points" not in overrides and not kind.has_option("points"):
             del values["memory_points"]
         return cls(memory=memory, **values)
+
+
+def geometry_of(config: Any, block_size: int) -> Geometry:
+    """The shape of a layer of a Llama-like model."""
+    return Geometry(
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=head_dim(config),
+        layers=config.num_hidden_layers,
+        block_size=block_size,
+        initializer_range=config.initializer_range,
+    )
+
+
+def head_dim(config: Any) -> int:
+    """Features of a head; some families leave them to the width."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def known(name: Any, names: Any, what: str) -> None:

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import elastic_memory as em
 from elastic_memory.cli import app
-from elastic_memory.commands import selfcheck
 from elastic_memory.data import load_tokenizer
+from elastic_memory.evaluation import selfcheck
 
 
 def generate(*arguments):
