@@ -40,7 +40,7 @@ def attach(
     window: Window = None,
     order: Order = None,
     points: Annotated[int | None, typer.Option(help="Number of sample points at which it is read.")] = None,
-    sampling: Annotated[str | None, typer.Option(help="Where they lie: uniform, exponential, ...")] = None,
+    sampling: Annotated[str | None, typer.Option(help="Where the points lie: uniform, exponential, ...")] = None,
     set_: Options = None,
     dtype: Dtype = None,
 ) -> None:

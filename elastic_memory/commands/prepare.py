@@ -30,7 +30,7 @@ def prepare(
         ),
     ] = None,
     shard: Annotated[
-        str, typer.Option(help="i/n: share i, from 0, of the work in n; when all are done, call without it to finish.")
+        str, typer.Option(help="i/n: do share i (from 0) of n. When all are done, run once without --shard to finish.")
     ] = "0/1",
     workers: Annotated[int | None, typer.Option(help="Tokenizer threads (default: one per core).")] = None,
     inspect: Annotated[Path | None, typer.Option(help="Show and verify a prepared folder instead.")] = None,
@@ -134,5 +134,5 @@ def _show(folder: Path, manifest: dict[str, Any]) -> None:
     print("left out: " + (", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) or "nothing"))
     missing = [split for split in SPLITS if split not in manifest["splits"]]
     if missing:
-        print(f"no document fell into {' and '.join(missing)}: see --shares")
+        print(f"no documents for {' and '.join(missing)}: see --shares")
     print(f"in {folder}")

@@ -195,4 +195,4 @@ def find_parts(sources: list[str], text: str | None, passed_over: Counter[str]) 
 
 def _counts(passed_over: Counter[str]) -> str:
     reasons = [f"{count} {reason}" for reason, count in passed_over.items() if count]
-    return f" (passed over: {', '.join(reasons)})" if reasons else ""
+    return f" (skipped: {', '.join(reasons)})" if reasons else ""

@@ -29,9 +29,9 @@ def write_attached(source: str, out: Path, dtype: str | None = None, **settings:
         raise ValueError(f"{source} has no tokenizer: copy the files of its tokenizer into that folder")
     model = load_model(source)
     if isinstance(model, MemoryCausalLM):
-        raise ValueError(f"{source} has a memory already: attach to the model that it was made from")
+        raise ValueError(f"{source} already has a memory: attach to the original model")
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(f"{source} is quantised, which cannot be trained: give the model that it was made from")
+        raise ValueError(f"{source} is quantised, and such weights cannot be trained: give the original model")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{source}: its tokenizer has {tokenizer.vocab_size:,} tokens, the model {model.config.vocab_size:,}"

@@ -167,8 +167,8 @@ MODEL_CHECKS: dict[str, Callable[[Any, Any], float]] = {
     "streamed = one call": _streamed,
     "padded = alone": _padded,
     "prompt in pieces = at once": _prefilled,
-    "blocks side by side = one call": _side_by_side,
+    "blocks in parallel = one call": _side_by_side,
     "saved and loaded = one call": _saved,
-    "the past does not know the future": _causal,
+    "causal: later tokens change nothing": _causal,
     "checkpointed gradients = plain": _checkpointed,
 }

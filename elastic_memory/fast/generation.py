@@ -31,7 +31,7 @@ def serves(model: Any, config: Any, synced_gpus: bool, cache: Any) -> bool:
         return False
     reason = _obstacle(model, config, synced_gpus, cache)
     if reason is not None:
-        _say_once(f"generate: without captured steps, several times slower: {reason}")
+        _say_once(f"generate: decoding without CUDA graphs, several times slower: {reason}")
     return reason is None
 
 

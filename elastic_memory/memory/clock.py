@@ -75,7 +75,7 @@ class ClockMemory(LinearMemory):
         source="ours: elastic memory over a clock per head",
         phrase="a polynomial over exponential windows, from short to long by head",
     )
-    no_join = "a text's first tokens take larger shares than they would later on"
+    no_join = "the first tokens of a text get larger shares of the domain than they would in a longer text"
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ KeyValues = Float[Tensor, "batch kv_head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
 RENAMED = {"road": "algorithm"}  # options by their names of earlier versions
-SILENT = 1e-20  # the first gain of a silent memory: its scores may exceed the block's by 30 and nobody hears it
+SILENT = 1e-20  # the first gain of a silent memory: negligible even if its scores exceed the block's by 30
 
 
 def with_new_names(options: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ class Memory(nn.Module):
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history
     no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
     widens: int = 0  # tokens by which the layer's sliding window is wider: what the memory keeps raw, at its true place
-    no_join: str | None = "it does not say how"  # why the states of two parts do not give the state of the whole
+    no_join: str | None = "it defines no join"  # why the states of two parts do not give the state of the whole
     built_with: dict[str, Any]  # every option, given or left to its default
     retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
     # Weight of the memory by query head: on the exponentials of its columns, or on what `mix` adds to the block's own
@@ -160,7 +160,7 @@ class Memory(nn.Module):
 
     def set_retrieval(self, **changes: Any) -> None:
         """Change how the state is read, at run time."""
-        raise ValueError(f"{type(self).__name__} has no retrieval to set: what it reads is settled when it is built")
+        raise ValueError(f"{type(self).__name__} has no retrieval settings: how it is read is fixed when it is built")
 
     def adapt(self, state: State) -> tuple[State, str | None]:
         """Fit a state made under other retrieval settings to the present ones, and say what was done."""
@@ -189,7 +189,7 @@ class Memory(nn.Module):
             raise ValueError(f"silent={silent!r}: give True or False")
         if silent:
             if not memory.start(1, "meta"):
-                raise ValueError(f"silent=True: {cls.__name__} has no state here, so nothing could be silent")
+                raise ValueError(f"silent=True has no effect: {cls.__name__} has no memory state here; leave it out")
             memory.gain = nn.Parameter(torch.full((geometry.heads,), SILENT))
         memory.built_with = {name: own.get(name, signature(cls).parameters[name].default) for name in known}
         memory.built_with |= {"silent": True} if silent else {}

@@ -136,7 +136,7 @@ class DyadicMemory(LinearMemory):
         detach_every: int | None = None,
     ):
         if segments < 1 or unit < 1:
-            raise ValueError(f"segments={segments} of unit={unit} tokens and more: both must be at least 1")
+            raise ValueError(f"segments={segments}, unit={unit}: both must be at least 1")
         self.segments, self.unit = min(segments, max(order, 1)), unit
         super().__init__(
             geometry,

@@ -163,7 +163,7 @@ class ElasticMemory(ParallelMemory):
             return state, None
         if had > wanted:
             kept = ElasticState(*(part[:, :, :wanted].clone() for part in state))
-            return kept, f"order lowered from {had} to {wanted}: the {had - wanted} finest coefficients are gone"
+            return kept, f"order lowered from {had} to {wanted}: the {had - wanted} highest coefficients were dropped"
         padding = (0, 0, 0, wanted - had)
         padded = ElasticState(*(torch.nn.functional.pad(part, padding) for part in state))
         return (
@@ -219,7 +219,7 @@ def with_raw_tokens(geometry: Geometry, order: int, share: float, **options: Any
     """For hybrids: how many raw tokens are `share` of `order`, and an elastic memory of the rest."""
     raw = round(order * share)
     if not 0 < raw < order:
-        raise ValueError(f"share={share} of order {order}: both parts need at least one, so that neither is idle")
+        raise ValueError(f"share={share} of order {order}: raw tokens and polynomial each need at least 1 of it")
     return ElasticMemory(geometry, order=order - raw, **options), raw
 
 

@@ -37,7 +37,7 @@ class InfiniState(NamedTuple):
 
 def _only_its_own_size(multiple: int, geometry: Geometry) -> None:
     if multiple != 1:
-        raise ValueError(f"memory_multiple={multiple}: infini's memory is as large as its heads, 1 is all there is")
+        raise ValueError(f"memory_multiple={multiple}: infini's heads fix the size of its memory: only 1 is possible")
 
 
 class InfiniMemory(ParallelMemory):

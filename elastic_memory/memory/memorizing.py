@@ -61,7 +61,7 @@ class MemorizingMemory(ParallelMemory):
         self.shares_softmax = one_of("combine", combine, ("gate", "joint")) == "joint"
         self.positions = one_of("positions", positions, ("none", "query", "full"))
         if self.shares_softmax and positions == "none":
-            raise ValueError("combine='joint' is one softmax of rotated queries: give positions 'query' or 'full'")
+            raise ValueError("combine='joint' needs positions: its softmax has rotated queries; give 'query' or 'full'")
         self.order = self.reach = order
         self.detach_memory = detach_memory
         if self.shares_softmax:
@@ -71,7 +71,9 @@ class MemorizingMemory(ParallelMemory):
             if positions != "full":
                 self.no_sliding = "tokens that leave the window would lose their positions; positions='full' keeps them"
             elif detach_memory or detach_every:
-                self.no_sliding = "it is a wider window, whose gradients no detach_memory or detach_every cuts"
+                self.no_sliding = (
+                    "it is a wider window there, whose gradients detach_memory and detach_every cannot cut"
+                )
         else:
             self.gate = nn.Parameter(torch.empty(geometry.heads))
         self.reset()

@@ -175,7 +175,7 @@ class MemoryLlamaConfig(LlamaConfig):
         unknown = _unknown(cls, config_dict)
         if unknown:
             said = [f"{name} (did you mean {near!r}?)" if near else name for name, near in unknown.items()]
-            warnings.warn(f"a configuration with keys that are unknown: {', '.join(said)}", stacklevel=2)
+            warnings.warn(f"unknown keys in the configuration: {', '.join(said)}", stacklevel=2)
         loaded = {name: value for name, value in config_dict.items() if name in unknown}
         known = {name: value for name, value in config_dict.items() if name not in {*unknown, RECORD}}
         place = kwargs.get("name_or_path")

@@ -95,7 +95,7 @@ def describe(path: Path) -> dict[str, Any]:
         _check_version(path, header)
         config = header.get("config")
         if not isinstance(config, dict) or type(config.get("block_size")) is not int or config["block_size"] < 1:
-            raise ValueError(f"{path}: not a memory file (its blocks have no size)")
+            raise ValueError(f"{path}: not a memory file (it has no block size)")
         _check_clock(path, header, 2**62 if config.get("local_attention") == "full" else config["block_size"])
         file.seek(0)
         _tensors(path, header, file.read())
@@ -223,7 +223,7 @@ def _check_owner(path: Path, header: dict[str, Any], model: Any, force: bool) ->
 
 def _differences(there: Any, here: dict[str, Any]) -> str:
     if not isinstance(there, dict):
-        return "it does not say which"
+        return "the file does not list them"
     different = [f"{key}: {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
     return "; ".join(different)[:500]
 
@@ -245,7 +245,8 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         and None not in texts
     )
     if not good or not _parts_fit(header, block_size):
-        raise ValueError(f"{path}: its clock is impossible: seen {seen}, open {opened}, columns {columns}"[:300])
+        counts = f"{seen} in memory, {opened} in open blocks, {columns} columns"
+        raise ValueError(f"{path}: its token counts are impossible: {counts}"[:300])
 
 
 def _parts_fit(header: dict[str, Any], block_size: int) -> bool:

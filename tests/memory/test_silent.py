@@ -226,7 +226,7 @@ def test_the_explorer_shows_what_is_heard():
 
 def test_bad_input():
     for call, message in [
-        (lambda: fresh("none", memory_options={"silent": True}), "nothing could be silent"),
+        (lambda: fresh("none", memory_options={"silent": True}), "silent=True has no effect"),
         (lambda: fresh("elastic", memory_options={"silent": "yes"}), "give True or False"),
         (lambda: fresh("elastic", memory_options={"silen": True}), "did you mean 'silent'"),
     ]:

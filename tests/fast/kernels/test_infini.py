@@ -235,10 +235,10 @@ def test_they_are_not_needed(ids):
 def test_they_are_checked_before_use(device, dtype, monkeypatch):
     assert module._error(torch.device(device), 16, dtype) < TOLERANCE[dtype]
     monkeypatch.setattr(module, "_error_of", lambda norm, *_: 0.0 if norm == "output" else torch.nan)
-    with pytest.warns(UserWarning, match="heads of 96 are off by nan here, plain code runs instead"):
+    with pytest.warns(UserWarning, match="heads of 96 have a relative error of nan here: PyTorch code is used"):
         assert not module._agrees.__wrapped__(device, 96)
     monkeypatch.setattr(module, "_error", lambda *_: 0.5)
-    with pytest.warns(UserWarning, match="heads of 96 are off by 5.0e-01 here, plain code runs instead"):
+    with pytest.warns(UserWarning, match="heads of 96 have a relative error of 5.0e-01 here: PyTorch code is used"):
         assert not module._agrees.__wrapped__(device, 96)
 
 
