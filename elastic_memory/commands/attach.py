@@ -39,7 +39,7 @@ def attach(
     local: Local = "block",
     window: Window = None,
     order: Order = None,
-    points: Annotated[int | None, typer.Option(help="Number of sample points at which it is read.")] = None,
+    points: Annotated[int | None, typer.Option(help="Number of sample points at which the memory is read.")] = None,
     sampling: Annotated[str | None, typer.Option(help="Where the points lie: uniform, exponential, ...")] = None,
     set_: Options = None,
     dtype: Dtype = None,

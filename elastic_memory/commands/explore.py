@@ -24,15 +24,15 @@ def explore(
     serve: Serve = False,
     port: Annotated[int, typer.Option(help="Port of --serve, on localhost only; 0 picks a free one.")] = 0,
     tokens: Annotated[int, typer.Option(help="How many tokens of a text are read at most.")] = 4096,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside a model.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if the model folder has none.")] = None,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """The memory microscope: see what a memory keeps, where it looks, and what it changes.
 
     Writes one HTML page that needs no other file and no network, and opens it. Without a file it shows how well
-    signals are rebuilt, at any order, number of sample points, sampling and length. With models and a text it shows the
-    text coloured by what memory changes, the attention on each memory token, the words nearest to it, and how much is
-    left of old tokens. Two models, or two memory files, stand side by side.
+    signals are rebuilt, at any order, number of sample points, sampling and length. With models and a text it shows
+    the text coloured by what memory changes, the attention on each memory token, the words nearest to it, and how
+    well old tokens are reconstructed. Two models or two memory files are shown side by side.
 
         elastic explore
 

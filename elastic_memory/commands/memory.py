@@ -89,7 +89,7 @@ def read(
 def join(
     files: Annotated[list[Path], typer.Argument(help="Memory files, in reading order.")],
     out: Annotated[Path, typer.Option(help="The joined memory file; replaced if it exists.")],
-    model: Annotated[str | None, typer.Option(help="Their model, if its folder has moved.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model that made them, if its folder has moved.")] = None,
     approximate: Annotated[
         bool, typer.Option(help="Join even if the result is approximate (docs/composing.md).")
     ] = False,

@@ -15,11 +15,10 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from elastic_memory import hippo
 from elastic_memory.common.defaults import MEMORY_SUFFIX
 from elastic_memory.data.tokenizers import Skip, Tokenizer, encode, pieces
 from elastic_memory.evaluation.losses import block_size_of, has_blocks, streamed_losses, window_losses
-from elastic_memory.evaluation.reconstruction import Signal, keys_and_values
+from elastic_memory.evaluation.reconstruction import Signal, keys_and_values, reconstructed
 from elastic_memory.memory import MEMORIES
 from elastic_memory.memory.contract import Geometry
 from elastic_memory.operators import Bank
@@ -126,12 +125,8 @@ def similarity(signal: Signal, order: int, edges: np.ndarray) -> Float[Tensor, "
 
     Group i holds ages `edges[i]` to `edges[i+1] - 1`.
     """
-    state, mean = hippo.compress(signal, order), signal.mean(0)
-    middles = (torch.arange(len(signal), dtype=torch.float64, device=signal.device) + 0.5) / len(signal)
-    pairs = zip(signal.split(1024), middles.split(1024), strict=True)
-    cosines = [
-        torch.cosine_similarity(hippo.reconstruct(state, u) - mean, piece - mean, dim=-1).mean(-1) for piece, u in pairs
-    ]
+    mean, pairs = signal.mean(0), reconstructed(signal, order)
+    cosines = [torch.cosine_similarity(back - mean, piece - mean, dim=-1).mean(-1) for piece, back in pairs]
     newest_first = torch.cat(cosines).flip(0).cpu()
     return torch.stack([newest_first[first - 1 : last - 1].mean() for first, last in pairwise(edges)])
 

@@ -7,7 +7,6 @@
 Tables share models and their records. After an interruption the next call continues with what is missing.
 """
 
-import gc
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.environment import free_memory
 from elastic_memory.common.files import sha256, write_json
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import Samples, prepare, samples
@@ -225,9 +225,7 @@ class Lab:
             result = train(run.recipe, self.folder(model.corpus), self.work, begun)
             record.add_training(result, run.measured(), (before + self._sharing(sharing)) / 2)
             torch.compiler.reset()  # else its compiled code counts against the recompilation limit of the next model
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_memory()
         elif record.trained is None:
             record.add_training(run.content(), run.measured(), 1)
 

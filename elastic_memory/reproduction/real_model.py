@@ -9,7 +9,6 @@ A difference between two designs is taken document by document, which removes mo
 """
 
 import contextlib
-import gc
 import hashlib
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from elastic_memory.common.checksums import write_manifest
-from elastic_memory.common.environment import environment
+from elastic_memory.common.environment import environment, free_memory
 from elastic_memory.common.files import sha256, whole_folder, write_json
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import samples
@@ -224,9 +223,7 @@ class Study:
         begun = Resume(allowed=True, or_start=True, new_machine=True)
         start = self._start(job, weights)
         result = train(recipe, self.data / job.corpus, folder / "runs", begun, start)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # its neighbours may need the memory
+        free_memory()  # its neighbours may need it
         return result
 
     def _start(self, job: Candidate, weights: str) -> StartingModel:

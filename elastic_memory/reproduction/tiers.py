@@ -87,7 +87,7 @@ TIERS = {
         "paper's.",
     ),
     "paper": Tier(
-        summary="all of it",
+        summary="the paper's training in full",
         recipes="paper",
         sizes=PRESETS,
         corpora={"proofs": "proof-pile", "books": "pg19", "edu": "fineweb-edu"},

@@ -17,7 +17,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from safetensors import SafetensorError
 
 from elastic_memory.common.checksums import IncompleteError, write_manifest
-from elastic_memory.common.environment import environment, is_main, peak_memory
+from elastic_memory.common.environment import environment, free_memory, is_main, peak_memory
 from elastic_memory.common.files import DISK_FULL, whole_folder, write_json, write_text
 from elastic_memory.common.locks import locked
 from elastic_memory.common.progress import console
@@ -206,9 +206,7 @@ class Session:
                 self._restart(unstable, step)
             else:
                 self._out_of_memory(memory, step)
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_memory()
 
     def _starting_point(self) -> int:
         """The step of the newest intact checkpoint, 0 if there is none; found by the main process, shared with all."""
