@@ -83,7 +83,7 @@ def squared_errors(signal: Signal, order: int) -> Float[Tensor, "token head"]:
 
 
 def reconstructed(signal: Signal, order: int) -> Iterator[tuple[Signal, Signal]]:
-    """Tokens and their reconstructions at the middle of each; in pieces, as the basis for all of them would be large."""
+    """Tokens and their reconstructions at the middle of each; in pieces, as the basis for all would be large."""
     state, tokens = hippo.compress(signal, order), len(signal)
     middles = (torch.arange(tokens, dtype=torch.float64, device=signal.device) + 0.5) / tokens
     for piece, u in zip(signal.split(1024), middles.split(1024), strict=True):

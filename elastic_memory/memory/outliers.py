@@ -67,15 +67,8 @@ class OutliersMemory(ParallelMemory):
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
-        self.elastic, self.raw = with_raw_tokens(
-            geometry,
-            order,
-            share,
-            points=points,
-            sampling=sampling,
-            sampling_options=sampling_options,
-            detach_every=detach_every,
-        )
+        options = {"points": points, "sampling": sampling, "sampling_options": sampling_options}
+        self.elastic, self.raw = with_raw_tokens(geometry, order, share, **options, detach_every=detach_every)
         self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
         self._settle()
 

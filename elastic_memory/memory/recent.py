@@ -36,15 +36,8 @@ class RecentMemory(ParallelMemory):
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
-        self.elastic, raw = with_raw_tokens(
-            geometry,
-            order,
-            share,
-            points=points,
-            sampling=sampling,
-            sampling_options=sampling_options,
-            detach_every=detach_every,
-        )
+        options = {"points": points, "sampling": sampling, "sampling_options": sampling_options}
+        self.elastic, raw = with_raw_tokens(geometry, order, share, **options, detach_every=detach_every)
         self.queue = MemorizingMemory(geometry, order=raw, combine="joint", positions="full", detach_every=detach_every)
         self.widens, self.no_sliding, self.no_join = self.queue.widens, self.queue.no_sliding, self.queue.no_join
         self.retrieval = self.elastic.retrieval

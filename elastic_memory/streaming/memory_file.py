@@ -234,10 +234,8 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         isinstance(seen, list)
         and isinstance(opened, list)
         and 0 < len(seen) == len(opened) <= 2**16
-        and all(type(n) is int and 0 <= n < 2**62 for n in seen)
+        and all(type(n) is int and 0 <= n < 2**62 for n in [*seen, columns])
         and all(type(n) is int and 0 <= n <= min(block_size, 2**31) for n in opened)
-        and type(columns) is int
-        and 0 <= columns < 2**62
         and isinstance(digests := header.get("digests", [None] * len(seen)), list)
         and len(digests) == len(seen)
         and isinstance(texts := header.get("texts"), list)

@@ -227,10 +227,8 @@ class Reader(Cache):
                 if self.tokens is not None:
                     grown[:, : self.tokens.shape[1]] = self.tokens
                 self.tokens = grown
-            places = torch.tensor(self.opened, device=ids.device)[:, None] + torch.arange(
-                ids.shape[1], device=ids.device
-            )
-            self.tokens.scatter_(1, places, ids)
+            starts = torch.tensor(self.opened, device=ids.device)[:, None]
+            self.tokens.scatter_(1, starts + torch.arange(ids.shape[1], device=ids.device), ids)
         self.opened = [opened + take for opened, take in zip(self.opened, takes, strict=True)]
 
     def record(self) -> None:

@@ -283,12 +283,10 @@ class Session:
             f"{peak_memory():,} bytes in use at most ({cause})"
         )
         if execution.on_oom == "stop" or size == 1 or self.everyone.num_processes > 1:
-            advice = (
-                f"--set execution.micro_batch={size // 2}"
-                if size > 1
-                else "--set execution.gradient_checkpointing=true"
+            change = f"micro_batch={size // 2}" if size > 1 else "gradient_checkpointing=true"
+            raise StoppedError(
+                f"{text}; checkpoints are untouched. Try --set execution.{change} --resume --new-machine"
             )
-            raise StoppedError(f"{text}; checkpoints are untouched. Try {advice} --resume --new-machine")
         run.event("out of memory", step=step, micro_batch=size // 2, reason=text)
         tell(f"{text}; continuing with micro-batches of {size // 2} and the same global batch")
 
