@@ -158,7 +158,7 @@ def compress(
     _check_order(order)
     _check_signal(signal, "signal")
     if origin not in (0, 1):
-        raise ValueError(f"origin {origin!r}: the first token stands at time 0 or 1")
+        raise ValueError(f"origin {origin!r}: give 0 or 1, the time of the first token")
     device = signal.device if device is None else device
     tokens, features = len(signal), signal.reshape(len(signal), -1)
     state = torch.zeros(order, features.shape[1], dtype=torch.float64, device=device)
@@ -198,7 +198,7 @@ def join(
         _check_signal(state, name)
     if first.shape != second.shape:
         raise ValueError(
-            f"states of shapes {list(first.shape)} and {list(second.shape)}: two of one shape can be joined"
+            f"states of shapes {list(first.shape)} and {list(second.shape)}: give states of the same shape"
         )
     device = first.device if device is None else device
     operators = joiners(len(first), tokens_first, tokens_second, device=device)
@@ -280,24 +280,24 @@ def _check_times(start: int | float, end: int | float) -> None:
         if not isinstance(time, Real) or not math.isfinite(time) or time < 0:
             raise ValueError(f"time {time!r}: times are token counts, 0 or more")
     if start > end:
-        raise ValueError(f"from time {start} to time {end}: a history only grows; the start must not lie after the end")
+        raise ValueError(f"from time {start} to time {end}: the start must not be after the end")
 
 
 def _check_points(u: Tensor | list[float], device: Device) -> Float[Tensor, " point"]:
     u = torch.as_tensor(u, dtype=torch.float64)
     if u.ndim != 1:
-        raise ValueError(f"points of shape {list(u.shape)}: a one-dimensional list of points fits")
+        raise ValueError(f"points of shape {list(u.shape)}: give a one-dimensional list")
     if u.numel() and not bool(((u >= 0) & (u <= 1)).all()):
         outside = u[~((u >= 0) & (u <= 1))][0].item()
-        raise ValueError(f"point {outside}: points of the history run from 0, the first token, to 1, now")
+        raise ValueError(f"point {outside}: give points between 0 (the first token) and 1 (now)")
     return u.to(device=device)  # checked where it came from: avoids a GPU synchronisation
 
 
 def _check_signal(signal: Tensor, name: str) -> None:
     if not isinstance(signal, Tensor) or not signal.is_floating_point():
         kind = signal.dtype if isinstance(signal, Tensor) else type(signal).__name__
-        raise ValueError(f"{name} of {kind}: a tensor of floating-point numbers fits (convert with .double())")
+        raise ValueError(f"{name} of {kind}: give a floating-point tensor (convert with .double())")
     if signal.ndim == 0 or not len(signal):
-        raise ValueError(f"{name} of shape {list(signal.shape)}: at least one entry along the first axis is needed")
+        raise ValueError(f"{name} of shape {list(signal.shape)}: give at least one entry along the first axis")
     if not bool(torch.isfinite(signal).all()):
         raise ValueError(f"{name} holds NaN or infinity: every entry must be finite")

@@ -59,7 +59,6 @@ class Recurrent(NamedTuple):
     reconstructions: Float[Tensor, "read point order"]
 
 
-Plan = Direct | Recurrent
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -148,7 +147,7 @@ class Bank:
         device: Any,
         dtype: torch.dtype = torch.float32,
         algorithm: str | None = None,
-    ) -> Plan:
+    ) -> Direct | Recurrent:
         """All that one pass over `blocks` whole blocks needs, by the cheaper algorithm unless one is given.
 
         Recurrent operators are float32 at least: their errors would add up from block to block.

@@ -31,7 +31,7 @@ def exponential(points: int, history: int, decay: float | None = None) -> Float[
     if decay is None:
         decay = history ** (-1 / max(points - 1, 1))
     elif not 0 < decay < 1:
-        raise ValueError(f"decay {decay!r}: a number between 0 and 1 fits, both excluded")
+        raise ValueError(f"decay {decay!r}: give a number between 0 and 1, both excluded")
     return 1 - torch.tensor(decay, dtype=torch.float64) ** torch.arange(points - 1, -1, -1, dtype=torch.float64)
 
 
@@ -93,10 +93,12 @@ def sample_points(sampling: str | Sampling, points: int, history: int, **options
     name = getattr(function, "__name__", "sampling")
     u = torch.as_tensor(function(points, history, **options)).to("cpu", torch.float64)
     if tuple(u.shape) not in ((points,), (points, 2)):
-        raise ValueError(f"sampling {name!r} returned shape {list(u.shape)}: [{points}] or [{points}, 2] fits")
+        raise ValueError(f"sampling {name!r} returned shape {list(u.shape)}: it must be [{points}] or [{points}, 2]")
     if not bool(((u >= 0) & (u <= 1)).all()):
         outside = u[~((u >= 0) & (u <= 1))][0].item()
-        raise ValueError(f"sampling {name!r} returned {outside}: sample points run from 0, the first token, to 1, now")
+        raise ValueError(
+            f"sampling {name!r} returned {outside}: points must be between 0 (the first token) and 1 (now)"
+        )
     if u.ndim == 2 and not bool((u[:, 0] < u[:, 1]).all()):
         raise ValueError(f"sampling {name!r} returned an empty cell: each left edge must lie before its right edge")
     return u

@@ -1,8 +1,10 @@
 """Small things that everybody needs stand in one place, and nobody else has a second copy."""
 
+import ast
 import re
 from pathlib import Path
 
+from elastic_memory.common.defaults import BLOCK_SIZE, LENGTH, ORDER
 from elastic_memory.common.names import nearest, suggest
 
 PACKAGE = Path(__file__).parents[1] / "elastic_memory"
@@ -17,6 +19,16 @@ def holding(words: str, *folders: str) -> list[str]:
 def test_there_is_one_did_you_mean():
     folders = ("common", "data", "training", "evaluation", "report", "reproduction", "commands")
     assert holding("get_close_matches", *folders) == ["common/names.py"]
+
+
+def test_the_papers_sizes_are_stated_once():
+    """Tables and benchmarks' records name them as data; kernels have tiles of such sizes."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = str(path.relative_to(PACKAGE))
+        if name.startswith(("reproduction/tables/", "fast/kernels/")) or name == "report/speed.py":
+            continue
+        numbers = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert not numbers & {BLOCK_SIZE, LENGTH, ORDER} or name == "common/defaults.py", name
 
 
 def test_evaluation_and_data_need_nothing_of_training():

@@ -5,7 +5,7 @@ import torch
 
 import elastic_memory as em
 from elastic_memory.attention import trapezoidal
-from elastic_memory.commands.selfcheck import checks
+from elastic_memory.evaluation.selfcheck import checks
 from elastic_memory.fast import attention as flash
 from elastic_memory.fast import decoder, generation
 from elastic_memory.memory import MEMORIES

@@ -85,7 +85,7 @@ def test_a_function_of_ones_own_with_its_own_options():
         ("uniform", {"decay": 0.5}, "takes none"),
         ("exponential", {"decay": 1.5}, "decay 1.5"),
         ("exponential", {"decay": math.nan}, "decay nan"),
-        (lambda points, history: torch.zeros(points + 1), {}, r"shape \[5\]: \[4\] or \[4, 2\]"),
+        (lambda points, history: torch.zeros(points + 1), {}, r"shape \[5\]: it must be \[4\] or \[4, 2\]"),
         (lambda points, history: torch.full((points,), 1.5), {}, "returned 1.5"),
         (lambda points, history: torch.full((points,), math.nan), {}, "returned nan"),
         (lambda points, history: torch.zeros(points, 2), {}, "empty cell"),

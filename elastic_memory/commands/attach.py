@@ -7,13 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.options import LARGEST_MEMORY, check_range
+from elastic_memory.common.defaults import BLOCK_SIZE
 
 Layers = Annotated[
     list[int] | None,
     typer.Option(help="A layer that gets the memory, counted from 0; repeatable. Default: as in the paper."),
 ]
 BlockSize = Annotated[
-    int | None, typer.Option(help="Tokens in a block, in all layers; memory is updated once a block. Default: 2,048.")
+    int | None,
+    typer.Option(help=f"Tokens in a block, in all layers; memory is updated once a block. Default: {BLOCK_SIZE:,}."),
 ]
 Local = Annotated[str, typer.Option(help="block: attention inside blocks; sliding: to the last --window tokens.")]
 Window = Annotated[
@@ -37,8 +39,8 @@ def attach(
     local: Local = "block",
     window: Window = None,
     order: Order = None,
-    points: Annotated[int | None, typer.Option(help="Number of sample points at which it is read.")] = None,
-    sampling: Annotated[str | None, typer.Option(help="Where they lie: uniform, exponential, ...")] = None,
+    points: Annotated[int | None, typer.Option(help="Number of sample points at which the memory is read.")] = None,
+    sampling: Annotated[str | None, typer.Option(help="Where the points lie: uniform, exponential, ...")] = None,
     set_: Options = None,
     dtype: Dtype = None,
 ) -> None:

@@ -37,7 +37,7 @@ def demo(
     tokens: Annotated[
         int, typer.Option(help="Bytes of text (tokens) that the language model is trained on.")
     ] = 1_228_800,
-    seed: Annotated[int, typer.Option(help="Seed of everything that is trained and asked.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of training and questions.")] = 0,
 ) -> None:
     """See the memory at work on this machine: about four minutes on two cores, no download.
 

@@ -34,7 +34,7 @@ def doctor() -> None:
     from elastic_memory.report.tables import Table
 
     console, device = Console(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with console.status("looking"):
+    with console.status("checking this machine"):
         tables = [
             Table("Versions", ["package", "version"], list(_versions())),
             Table("Machine", ["", ""], list(_machine(device))),
@@ -63,7 +63,7 @@ def _versions() -> Iterator[tuple[str, str]]:
         except PackageNotFoundError:
             found = f"not installed: {OPTIONAL[name]}" if name in OPTIONAL else "not installed"
         yield name, found
-    yield "CUDA of torch", torch.version.cuda or "none: this torch knows CPUs only"
+    yield "CUDA of torch", torch.version.cuda or "none: this torch was built for CPUs only"
 
 
 def _machine(device: Any) -> Iterator[tuple[str, str]]:
@@ -81,7 +81,7 @@ def _machine(device: Any) -> Iterator[tuple[str, str]]:
 
 
 def _paths(device: Any) -> Iterator[tuple[str, str, str]]:
-    """Each way to be fast: what it is for, whether it is taken here, and if not, why."""
+    """Each fast path: its name, whether it is used here, and if not, why."""
     import torch
 
     from elastic_memory.common.speedups import find
@@ -100,7 +100,7 @@ def _paths(device: Any) -> Iterator[tuple[str, str, str]]:
     why = "its kernel needs a GPU and triton" if not gpu else "its kernel does not work here"
     yield "loss without logits", *_taken(find("loss").supports(hidden, hidden), why)
     yield "captured decoding and training steps", *_taken(gpu, "CUDA graphs need a GPU")
-    yield "compiled layers", *_taken(gpu, "on a CPU they do not pay")
+    yield "compiled layers", *_taken(gpu, "no gain on a CPU")
 
 
 def _taken(used: bool, why: str) -> tuple[str, str]:

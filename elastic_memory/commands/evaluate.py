@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.options import LARGEST_MEMORY, check_range, refuse_unused
-from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
+from elastic_memory.common import defaults
 
 # Options by the metrics that use them, or what the names of those begin with.
 USED_BY = {
@@ -43,11 +43,14 @@ Corrupt = Annotated[float, typer.Option(help="Share of the tokens of each block 
 CorruptLayers = Annotated[str, typer.Option(help="Which layers get the noise: memory (those with memory) or all.")]
 Reference = Annotated[str, typer.Option(help="LongPPL: the model that finds the key tokens.")]
 TruncLen = Annotated[
-    int | None, typer.Option(help=f"LongPPL: tokens of the short context (default {TRUNC_LEN}, at most length/8).")
+    int | None,
+    typer.Option(help=f"LongPPL: tokens of the short context (default {defaults.TRUNC_LEN}, at most length/8)."),
 ]
 SlidingWindow = Annotated[
     int | None,
-    typer.Option(help=f"LongPPL: tokens between two short contexts (default {SLIDING_WINDOW}, at most length/32)."),
+    typer.Option(
+        help=f"LongPPL: tokens between two short contexts (default {defaults.SLIDING_WINDOW}, at most length/32)."
+    ),
 ]
 Alpha = Annotated[float, typer.Option(help="LongPPL: key tokens gain more than this from the long context, in nats.")]
 Beta = Annotated[float, typer.Option(help="LongPPL: key tokens have a log-probability above this in the long context.")]
@@ -57,7 +60,11 @@ RecallSteps = Annotated[
     int, typer.Option(help="Recall, MQAR: fine-tune a copy of the model for this many steps first.")
 ]
 RulerLengths = Annotated[
-    list[int] | None, typer.Option("--ruler-length", help="RULER: tokens of a prompt; repeatable (default 4096, 8192).")
+    list[int] | None,
+    typer.Option(
+        "--ruler-length",
+        help=f"RULER: tokens of a prompt; repeatable (default {', '.join(map(str, defaults.RULER_LENGTHS))}).",
+    ),
 ]
 
 
@@ -77,14 +84,14 @@ def evaluate(
     corrupt: Corrupt = 0.0,
     corrupt_layers: CorruptLayers = "memory",
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
-    reference: Reference = LONGPPL_REFERENCE,
+    reference: Reference = defaults.LONGPPL_REFERENCE,
     trunc_len: TruncLen = None,
     sliding_window: SlidingWindow = None,
-    alpha: Alpha = ALPHA,
-    beta: Beta = BETA,
+    alpha: Alpha = defaults.ALPHA,
+    beta: Beta = defaults.BETA,
     keys: Keys = None,
     orders: Orders = None,
-    recall_steps: RecallSteps = 600,
+    recall_steps: RecallSteps = defaults.RECALL_STEPS,
     ruler_lengths: RulerLengths = None,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
@@ -117,7 +124,7 @@ def evaluate(
     _evaluate(
         checkpoint, metric or ["ppl"], rows, limit, out,
         conditions=Conditions(sampling=sampling, points=points, order=order, **noise),
-        settings=Settings.scaled(rows.length if rows else LENGTH, **longppl), keys=keys,
+        settings=Settings.scaled(rows.length if rows else defaults.LENGTH, **longppl), keys=keys,
         protocols=protocol or ["P0"], stride=stride, batch_size=batch_size, reference=reference,
         orders=orders or [], recall_steps=recall_steps, ruler_lengths=ruler_lengths,
     )  # fmt: skip

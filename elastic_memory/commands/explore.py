@@ -7,29 +7,32 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.options import check_range, refuse_unused
+from elastic_memory.common.defaults import MEMORY_SUFFIX
+
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Run or model folders (with --text or --serve), and memory files. Without any: signals."),
+]
+Serve = Annotated[bool, typer.Option(help="Keep the models loaded, and let them read text pasted into the page.")]
 
 
 def explore(
-    files: Annotated[
-        list[Path] | None, typer.Argument(help="Runs or model folders (with --text), and memory files; none: signals.")
-    ] = None,
+    files: Files = None,
     text: Annotated[Path | None, typer.Option(help="The UTF-8 text that the models read.")] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("explore.html"),
     show: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
-    serve: Annotated[
-        bool, typer.Option(help="Keep the models loaded, and let them read text pasted into the page.")
-    ] = False,
+    serve: Serve = False,
     port: Annotated[int, typer.Option(help="Port of --serve, on localhost only; 0 picks a free one.")] = 0,
     tokens: Annotated[int, typer.Option(help="How many tokens of a text are read at most.")] = 4096,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if none lies beside a model.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if the model folder has none.")] = None,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """The memory microscope: see what a memory keeps, where it looks, and what it changes.
 
     Writes one HTML page that needs no other file and no network, and opens it. Without a file it shows how well
-    signals are rebuilt, at any order, number of sample points, sampling and length. With models and a text it shows the
-    text coloured by what memory changes, the attention on each memory token, the words nearest to it, and how much is
-    left of old tokens. Two models, or two memory files, stand side by side.
+    signals are rebuilt, at any order, number of sample points, sampling and length. With models and a text it shows
+    the text coloured by what memory changes, the attention on each memory token, the words nearest to it, and how
+    well old tokens are reconstructed. Two models or two memory files are shown side by side.
 
         elastic explore
 
@@ -45,7 +48,7 @@ def explore(
 
     check_range(2, 10**6, tokens=tokens)
     check_range(0, 65535, port=port)
-    memories = [path for path in files or [] if path.name.endswith(explorer.SUFFIX)]
+    memories = [path for path in files or [] if path.name.endswith(MEMORY_SUFFIX)]
     folders = [path for path in files or [] if path not in memories]
     _check(folders, memories, text, serve)
     refuse_unused(context, *(["with --serve", "out"] if serve else ["without --serve", "port"]))

@@ -15,8 +15,7 @@ import typer
 
 from elastic_memory.commands.generate import READ, chunks, encoded, load
 from elastic_memory.commands.options import Command, one_line
-
-SUFFIX = ".memory.safetensors"
+from elastic_memory.common.defaults import MEMORY_SUFFIX
 
 memory = typer.Typer(
     no_args_is_help=True,
@@ -54,7 +53,7 @@ def read(
     """  # fmt: skip
     if processes < 1:
         raise ValueError(f"processes={processes}: give 1 or more")
-    targets = {path: out / f"{path.stem}{SUFFIX}" for path in texts}
+    targets = {path: out / f"{path.stem}{MEMORY_SUFFIX}" for path in texts}
     for path, target in targets.items():
         if not path.is_file():
             raise ValueError(f"{path}: not a file of text")
@@ -90,7 +89,7 @@ def read(
 def join(
     files: Annotated[list[Path], typer.Argument(help="Memory files, in reading order.")],
     out: Annotated[Path, typer.Option(help="The joined memory file; replaced if it exists.")],
-    model: Annotated[str | None, typer.Option(help="Their model, if its folder has moved.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model that made them, if its folder has moved.")] = None,
     approximate: Annotated[
         bool, typer.Option(help="Join even if the result is approximate (docs/composing.md).")
     ] = False,
@@ -117,7 +116,7 @@ def join(
     def caches() -> Any:
         for path in files:
             cache = MemoryCache.load(path, loaded)
-            cache.name = cache.name or path.name.removesuffix(SUFFIX)
+            cache.name = cache.name or path.name.removesuffix(MEMORY_SUFFIX)
             yield cache
 
     joined = MemoryCache.join(caches(), approximate=approximate)

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.options import check_range, refuse_unused
-from elastic_memory.common.defaults import LENGTH
+from elastic_memory.common.defaults import LENGTH, SHARES
+
+PORTIONS = "/".join(f"{100 * share:g}" for share in SHARES)
 
 
 def prepare(
@@ -23,10 +25,12 @@ def prepare(
     ] = None,
     shares: Annotated[
         str | None,
-        typer.Option(help="Shares of documents for train/validation/test, if the corpus has none (default 90/5/5)."),
+        typer.Option(
+            help=f"Shares of documents for train/validation/test, if the corpus has no splits (default {PORTIONS})."
+        ),
     ] = None,
     shard: Annotated[
-        str, typer.Option(help="i/n: share i, from 0, of the work in n; when all are done, call without it to finish.")
+        str, typer.Option(help="i/n: do share i (from 0) of n. When all are done, run once without --shard to finish.")
     ] = "0/1",
     workers: Annotated[int | None, typer.Option(help="Tokenizer threads (default: one per core).")] = None,
     inspect: Annotated[Path | None, typer.Option(help="Show and verify a prepared folder instead.")] = None,
@@ -92,7 +96,7 @@ def _numbers(text: str, count: int, example: str) -> list[int]:
 
 
 def _portions(shares: str) -> tuple[float, ...]:
-    numbers = _numbers(shares, 3, "--shares 90/5/5")
+    numbers = _numbers(shares, 3, f"--shares {PORTIONS}")
     if not sum(numbers):
         raise ValueError("--shares 0/0/0 leaves nothing: give at least one number above 0")
     return tuple(number / sum(numbers) for number in numbers)
@@ -130,5 +134,5 @@ def _show(folder: Path, manifest: dict[str, Any]) -> None:
     print("left out: " + (", ".join(f"{count:,} {reason}" for reason, count in skipped.items()) or "nothing"))
     missing = [split for split in SPLITS if split not in manifest["splits"]]
     if missing:
-        print(f"no document fell into {' and '.join(missing)}: see --shares")
+        print(f"no documents for {' and '.join(missing)}: see --shares")
     print(f"in {folder}")

@@ -11,7 +11,7 @@ def report(
         Path, typer.Argument(help="A folder (searched recursively), a run, or a JSON file of an evaluation or a table.")
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Its heading.")] = "Results",
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Results",
 ) -> None:
     """One self-contained HTML page of results: charts with values on hover, tables below them.
 

@@ -7,23 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_memory.commands.options import check_range, refuse_unused
+from elastic_memory.reproduction.tiers import TIERS
 
 if TYPE_CHECKING:
     from elastic_memory.report.tables import Table
     from elastic_memory.reproduction.experiment import Experiment
     from elastic_memory.reproduction.lab import Lab
 
-TIERS_HELP = "smoke: minutes; small: one GPU; medium: the paper's sizes, 1% of its tokens; paper: all of it."
-TRAINING = (
-    "data",
-    "reference",
-    "model",
-    "minutes",
-    "parallel",
-    "seeds",
-    "designs",
-    "keep_weights",
-)  # used by tables of trained models
+TIERS_HELP = "; ".join(f"{name}: {tier.summary}" for name, tier in TIERS.items())
+# Options that only tables of trained models use.
+TRAINING = ("data", "reference", "model", "minutes", "parallel", "seeds", "designs", "keep_weights")
 
 Out = Annotated[Path, typer.Option(help="Folder for the tables, their JSON, and one record per run.")]
 Reference = Annotated[
@@ -103,7 +96,6 @@ def reproduce(
 def _check(context: typer.Context, tables: list[str], tier: str, minutes: float | None) -> None:
     """Refuse an unknown tier, and options that would have no effect."""
     from elastic_memory.common.names import suggest
-    from elastic_memory.reproduction.tiers import TIERS
 
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r}: {suggest(tier, TIERS)}")

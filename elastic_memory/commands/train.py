@@ -13,6 +13,18 @@ MEASURED = Path("results")
 From = Annotated[
     str | None, typer.Option("--from", help="Fine-tune this model: a folder written by `elastic attach`, or a run.")
 ]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a setting of the recipe: training.tokens=1e9; repeatable.")
+]
+Requeue = Annotated[
+    bool, typer.Option("--requeue", help="Resume the run if there is one, else start it: for job schedulers.")
+]
+WeightsOnly = Annotated[
+    bool, typer.Option("--weights-only", help="With --resume: start a fresh optimizer if its saved state is gone.")
+]
+ShowPlan = Annotated[
+    bool, typer.Option("--plan", help="Do not train; print the resolved recipe and its memory, time and cost.")
+]
 NewMachine = Annotated[
     bool, typer.Option("--new-machine", help="With --resume: accept other devices, micro-batches or versions.")
 ]
@@ -23,21 +35,13 @@ def train(
     data: Annotated[Path | None, typer.Option(help="A folder written by `elastic prepare`.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for runs; each run gets a folder of its own.")] = Path("runs"),
     from_: From = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a setting of the recipe: training.tokens=1e9; repeatable.")
-    ] = None,
+    set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
-    requeue: Annotated[
-        bool, typer.Option("--requeue", help="Resume the run if there is one, else start it: for job schedulers.")
-    ] = False,
+    requeue: Requeue = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-exact results on a GPU; slower.")] = False,
-    weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="With --resume: start a fresh optimizer if its saved state is gone.")
-    ] = False,
+    weights_only: WeightsOnly = False,
     new_machine: NewMachine = False,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Do not train; print the resolved recipe and its memory, time and cost.")
-    ] = False,
+    plan: ShowPlan = False,
     devices: Annotated[int, typer.Option(help="With --plan: number of GPUs.")] = 8,
     price: Annotated[float, typer.Option(help="With --plan: price of one GPU for an hour.")] = 2.5,
     measured: Annotated[Path, typer.Option(help="With --plan: folder of results with measured speeds.")] = MEASURED,

@@ -4,6 +4,8 @@ import errno
 import hashlib
 import json
 import os
+import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,10 +33,13 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open `path` for writing so that it appears under its name complete and on disk, or not at all."""
+def whole_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
+    """Open `path` for writing so that it appears under its name complete and on disk, or not at all.
+
+    `shared`: several processes may write it at once, so each has a temporary file of its own.
+    """
     check_replaceable(path)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial" if shared else f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         # "x" refuses a link planted under the temporary name; the rename replaces one under the final name.
@@ -65,6 +70,20 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Replace a file's content by JSON, atomically."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+@contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """A hidden folder to write into. It gets its final name when all of it is on disk, and is removed if that fails."""
+    final.absolute().parent.mkdir(parents=True, exist_ok=True)
+    staged = final.with_name(f".{final.name}.saving")
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        yield staged
+        publish(staged, final)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
 
 
 def publish(staged: Path, final: Path) -> None:

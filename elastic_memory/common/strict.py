@@ -69,14 +69,9 @@ def _scalar(node: yaml.Node, source: str, path: str) -> Any:
         raise ValueError(f"{source}: {path}: {node.tag.split(':')[-1]} {node.value!r}, expected a number or a word")
     try:
         value = yaml.SafeLoader("").construct_object(node)
-        # YAML 1.1 reads 2e-3 and 40e9 as words
-        if (
-            isinstance(value, str)
-            and getattr(node, "style", None) is None
-            and value[:1] in "+-.0123456789"
-            and "e" in value.lower()
-        ):
-            value = float(value)
+        unquoted = isinstance(value, str) and getattr(node, "style", None) is None
+        if unquoted and value[:1] in "+-.0123456789" and "e" in value.lower():
+            value = float(value)  # YAML 1.1 reads 2e-3 and 40e9 as words
     except ValueError:
         value = node.value
     if isinstance(value, float) and not math.isfinite(value):
@@ -112,3 +107,11 @@ def parse_json(text: str, source: str) -> Any:
         return json.loads(text, parse_constant=refuse, parse_float=finite, parse_int=short)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: not valid JSON ({str(error)[:200]})") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """As `object_pairs_hook` of `json.loads`: refuse an object that has a key twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("duplicate keys")
+    return found

@@ -100,11 +100,8 @@ class StandardLibrary:
     """
 
     licence = "PSF-2.0"
-    held_out = {"email": "validation", "logging": "validation", "modules a": "validation"} | {
-        "asyncio": "test",
-        "unittest": "test",
-        "modules i": "test",
-    }
+    held_out = dict.fromkeys(("email", "logging", "modules a"), "validation")
+    held_out |= dict.fromkeys(("asyncio", "unittest", "modules i"), "test")
     # third-party code, tests and generated tables
     left_out = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__phello__"})
 
@@ -195,4 +192,4 @@ def find_parts(sources: list[str], text: str | None, passed_over: Counter[str]) 
 
 def _counts(passed_over: Counter[str]) -> str:
     reasons = [f"{count} {reason}" for reason, count in passed_over.items() if count]
-    return f" (passed over: {', '.join(reasons)})" if reasons else ""
+    return f" (skipped: {', '.join(reasons)})" if reasons else ""

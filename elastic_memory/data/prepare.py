@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastic_memory.common.defaults import LENGTH
+from elastic_memory.common.defaults import LENGTH, SHARES
 from elastic_memory.common.files import DISK_FULL, sha256, whole_file, write_json
 from elastic_memory.common.locks import locked
 from elastic_memory.data.corpora import find_parts
@@ -28,8 +28,6 @@ from elastic_memory.data.samples import MANIFEST, read_manifest
 from elastic_memory.data.sources import Part
 from elastic_memory.data.tokenize_part import Outcome, RowMaker
 from elastic_memory.data.tokenizers import load_tokenizer
-
-SHARES = (0.9, 0.05, 0.05)  # of train, validation and test
 
 
 class PrepareProgress(NamedTuple):

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic_memory.common.checksums import MANIFEST
 from elastic_memory.common.names import suggest
 from elastic_memory.common.progress import watched_sha256
 from elastic_memory.data.tokenizers import Tokenizer, load_tokenizer
 from elastic_memory.shapes import Tensor
 
 FORMAT = "elastic-memory rows 1"
-MANIFEST = "manifest.json"
 SPARE_TOKENS = 1024  # how many more tokens a model may have than its tokenizer, to make its size round
 
 

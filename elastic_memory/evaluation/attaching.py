@@ -1,14 +1,13 @@
 """Write a folder with a pretrained model, its tokenizer and a memory: every command loads it like a finished run."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from elastic_memory.common.checksums import write_manifest
-from elastic_memory.common.files import publish, write_text
+from elastic_memory.common.files import whole_folder, write_text
 from elastic_memory.common.progress import transformers_bars
 from elastic_memory.evaluation.loading import load_model, tokenizer_of
 from elastic_memory.model import attach_memory
@@ -30,9 +29,9 @@ def write_attached(source: str, out: Path, dtype: str | None = None, **settings:
         raise ValueError(f"{source} has no tokenizer: copy the files of its tokenizer into that folder")
     model = load_model(source)
     if isinstance(model, MemoryCausalLM):
-        raise ValueError(f"{source} has a memory already: attach to the model that it was made from")
+        raise ValueError(f"{source} already has a memory: attach to the original model")
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(f"{source} is quantised, which cannot be trained: give the model that it was made from")
+        raise ValueError(f"{source} is quantised, and such weights cannot be trained: give the original model")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{source}: its tokenizer has {tokenizer.vocab_size:,} tokens, the model {model.config.vocab_size:,}"
@@ -47,19 +46,12 @@ def write_attached(source: str, out: Path, dtype: str | None = None, **settings:
 
 
 def _write(model: Any, tokenizer: Any, source: str, out: Path) -> None:
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    staged = out.with_name(f".{out.name}.saving")
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
+    with whole_folder(out) as staged:
         tokenizer.save(staged)
         with transformers_bars():
             model.save_pretrained(staged)
         write_text(staged / "README.md", _card(model, Path(source).name))
         write_manifest(staged, f"attached to {Path(source).name}", 0, without=("README.md",))
-        publish(staged, out)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
 
 
 def _card(model: Any, source: str) -> str:

@@ -7,9 +7,8 @@ import torch
 
 from elastic_memory.common.names import suggest
 from elastic_memory.evaluation.losses import Model, has_blocks
+from elastic_memory.memory.contract import Heads
 from elastic_memory.shapes import Bool, Float, Tensor
-
-Heads = Float[Tensor, "batch head token dim"]
 
 LAYERS = ("memory", "all")
 

@@ -81,7 +81,7 @@ def load_config(path: str) -> Any:
         for kind in ("_attn_implementation", "_experts_implementation"):
             wanted = getattr(part, kind, None)
             if wanted not in BUILT_IN:
-                raise ValueError(f"{path} asks for {wanted!r}, foreign code: remove {kind[1:]} from config.json")
+                raise ValueError(f"{path} asks for {wanted!r}, code from elsewhere: remove {kind[1:]} from config.json")
     return config
 
 

@@ -8,7 +8,6 @@ LongPPL is the evaluated model's perplexity on the key tokens, pooled over all t
 import hashlib
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from elastic_memory.common.defaults import ALPHA, BETA, LENGTH, LONGPPL_REFERENCE, SLIDING_WINDOW, TRUNC_LEN
-from elastic_memory.common.files import sha256
+from elastic_memory.common.files import sha256, whole_file
 from elastic_memory.common.strict import read_json
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation.inputs import document_of, token_ids
@@ -283,11 +282,10 @@ def _together(reference: Model, scored: int) -> int:
 
 
 def _keep(path: Path, found: dict[str, Any]) -> None:
-    """Write a file that several processes may write at once, all of them the same: each its own copy first."""
+    """Write a file that several processes may write at once, all of them the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_name(f".{path.name}.{os.getpid()}")
-    own.write_text(json.dumps(found))
-    own.replace(path)
+    with whole_file(path, shared=True) as file:
+        file.write(json.dumps(found).encode())
 
 
 def transformers_tokenizer(tokenizer: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.common.defaults import LONGPPL_REFERENCE
+from elastic_memory.common.defaults import LONGPPL_REFERENCE, RULER_LENGTHS
 from elastic_memory.common.names import suggest
 from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation import mqar, ruler
@@ -177,7 +177,7 @@ def _ruler(task: str, evaluation: Evaluation, advance: Advance) -> Any:
         raise ValueError("RULER's tasks are text: the model has no tokenizer beside it; give --data of its tokenizer")
     return [
         ruler.ruler(evaluation.model, evaluation.tokenizer, task, length, advance=advance)
-        for length in evaluation.ruler_lengths or ruler.LENGTHS
+        for length in evaluation.ruler_lengths or RULER_LENGTHS
     ]
 
 
@@ -188,7 +188,7 @@ def work(evaluation: Evaluation, metric: str) -> int:
     if metric == "mqar":
         return evaluation.recall_steps + len(mqar.sizes(evaluation.model)[2])
     if metric.startswith("ruler-"):
-        return len(evaluation.ruler_lengths or ruler.LENGTHS) * ruler.SAMPLES
+        return len(evaluation.ruler_lengths or RULER_LENGTHS) * ruler.SAMPLES
     return len(evaluation.rows) * (len(evaluation.protocols) if metric == "ppl" else 1)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_memory.common.checksums import MANIFEST, WEIGHTS, DamagedError, IncompleteError, verify
+from elastic_memory.common.strict import unique_keys
 from elastic_memory.model.attach import REMINDER
 
 LARGEST_HEADER = 100 << 20  # what the format allows
@@ -64,7 +65,7 @@ def _tensors(path: Path) -> dict[str, str]:
         if not 0 < length <= min(LARGEST_HEADER, size - 8):
             raise ValueError(f"{path} is damaged: {size:,} bytes without a list of tensors")
         try:
-            header = json.loads(file.read(length), object_pairs_hook=_once)
+            header = json.loads(file.read(length), object_pairs_hook=unique_keys)
             kinds = {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -72,10 +73,3 @@ def _tensors(path: Path) -> dict[str, str]:
     if 8 + length + max(ends, default=0) != size:
         raise ValueError(f"{path} is damaged: {size:,} bytes, {8 + length + max(ends, default=0):,} were written")
     return kinds
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    known = dict(pairs)
-    if len(known) < len(pairs):
-        raise ValueError("a tensor is listed twice")
-    return known

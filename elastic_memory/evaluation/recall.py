@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from elastic_memory.common.defaults import RECALL_STEPS
 from elastic_memory.common.names import suggest
 from elastic_memory.evaluation.losses import Model, block_size_of, streamed_logits
 from elastic_memory.shapes import Int, Tensor
@@ -146,7 +147,7 @@ def learn(
     model: Model,
     task: str,
     blocks: int = 9,
-    steps: int = 600,
+    steps: int = RECALL_STEPS,
     *,
     rows: int = 32,
     learning_rate: float = 2e-3,

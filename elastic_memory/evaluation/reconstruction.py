@@ -78,13 +78,16 @@ def spectrum(model: Model, rows: Sequence[Any], layers: Sequence[int] | None = N
 
 
 def squared_errors(signal: Signal, order: int) -> Float[Tensor, "token head"]:
-    """Mean squared error over dimensions between each token and its reconstruction at the middle of its step."""
-    state = hippo.compress(signal, order)
-    tokens = len(signal)
+    """Mean squared error over dimensions between each token and its reconstruction."""
+    return torch.cat([(back - piece).square().mean(-1) for piece, back in reconstructed(signal, order)])
+
+
+def reconstructed(signal: Signal, order: int) -> Iterator[tuple[Signal, Signal]]:
+    """Tokens and their reconstructions at the middle of each; in pieces, as the basis for all would be large."""
+    state, tokens = hippo.compress(signal, order), len(signal)
     middles = (torch.arange(tokens, dtype=torch.float64, device=signal.device) + 0.5) / tokens
-    # In pieces: the basis of a long history at a high order is large.
-    pieces = zip(signal.split(1024), middles.split(1024), strict=True)
-    return torch.cat([(hippo.reconstruct(state, u) - piece).square().mean(-1) for piece, u in pieces])
+    for piece, u in zip(signal.split(1024), middles.split(1024), strict=True):
+        yield piece, hippo.reconstruct(state, u)
 
 
 def energies(signal: Signal) -> Float[Tensor, " band"]:

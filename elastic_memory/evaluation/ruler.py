@@ -23,7 +23,6 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 HOPS = 4  # of a chain of variables
 EXAMPLE = 500  # tokens of the worked example of such a chain
 COMMON = 10  # words to be found
-LENGTHS = (4096, 8192)
 SAMPLES = 16
 
 
@@ -104,7 +103,7 @@ def _shown(tokenizer: Tokenizer) -> int:
     return _most(HOPS + 1, lambda size: len(tokenizer.encode(_chain(size, Random(0), letters=3).text)) <= EXAMPLE)
 
 
-class Task(NamedTuple):
+class RulerTask(NamedTuple):
     """How prompts are made, the least size of one, how many tokens an answer may take, and options by prompt length."""
 
     make: Callable[..., Prompt]
@@ -114,9 +113,9 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "niah": Task(niah, 1, 128),
-    "variables": Task(variables, HOPS + 1, 30, lambda tokenizer, length: {"shown": _shown(tokenizer)}),
-    "words": Task(common_words, 11, 120, lambda tokenizer, length: {"short": length < 4096}),
+    "niah": RulerTask(niah, 1, 128),
+    "variables": RulerTask(variables, HOPS + 1, 30, lambda tokenizer, length: {"shown": _shown(tokenizer)}),
+    "words": RulerTask(common_words, 11, 120, lambda tokenizer, length: {"short": length < 4096}),
 }
 
 

@@ -26,8 +26,8 @@ def compiled(function: Callable, **options: Any) -> Callable:
                 return fast(*args, **kwargs)
         except FailOnRecompileLimitHit:
             warnings.warn(
-                f"{function.__name__} was compiled for {GRAPHS} kinds of input, and runs uncompiled on others: "
-                "fewer numbers of rows and tokens would be faster",
+                f"{function.__name__} was compiled for {GRAPHS} input shapes and runs uncompiled on further ones: "
+                "use fewer different batch sizes and lengths",
                 stacklevel=2,
             )
             return function(*args, **kwargs)

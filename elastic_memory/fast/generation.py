@@ -6,8 +6,7 @@ is taken back.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -32,7 +31,7 @@ def serves(model: Any, config: Any, synced_gpus: bool, cache: Any) -> bool:
         return False
     reason = _obstacle(model, config, synced_gpus, cache)
     if reason is not None:
-        _say_once(f"generate: without captured steps, several times slower: {reason}")
+        _say_once(f"generate: decoding without CUDA graphs, several times slower: {reason}")
     return reason is None
 
 
@@ -82,7 +81,7 @@ def sample(
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
     growing, message = _Growing(ids), _Message(ids)
-    with _captured(cache):
+    with cache.captured():
         while True:
             chosen = choose(ids, logits)
             if ends:
@@ -159,16 +158,6 @@ def _step(model: Any, cache: MemoryCache, tokens: Int[Tensor, " row"]) -> Float[
     """The logits after one more token of each row."""
     hidden = cache.whole_call(cache.feed, model.base_model, tokens[:, None], None, None, 1)[-1]
     return model.lm_head(hidden)[:, -1]
-
-
-@contextmanager
-def _captured(cache: MemoryCache) -> Iterator[None]:
-    """Inside, a cache decodes single tokens by captured steps, whether or not it was made for that."""
-    static, cache.static = cache.static, True
-    try:
-        yield
-    finally:
-        cache.static = static
 
 
 class _Growing:

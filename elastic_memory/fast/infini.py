@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from elastic_memory.fast.kernels import agrees, largest, triton_runs_on
-from elastic_memory.memory.contract import Geometry, Reading
+from elastic_memory.memory.contract import Blocks, Geometry, KeyValues, Reading
 from elastic_memory.memory.tools import real_features, wide
-from elastic_memory.shapes import Float, Tensor
+from elastic_memory.shapes import Tensor
 
 
 def supports(geometry: Geometry, *tensors: Tensor) -> bool:
@@ -23,9 +23,7 @@ def supports(geometry: Geometry, *tensors: Tensor) -> bool:
     return _works(str(tensors[0].device), dim)
 
 
-def read_all(
-    memory: Any, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"]
-) -> Sequence[Reading]:
+def read_all(memory: Any, key: KeyValues, value: KeyValues) -> Sequence[Reading]:
     """`InfiniMemory.read_all`."""
     from elastic_memory.fast.kernels import infini
     from elastic_memory.memory.infini import product, whole_blocks
@@ -49,12 +47,7 @@ def read_all(
         return readings
 
 
-def mix_all(
-    memory: Any,
-    local: Float[Tensor, "batch block head token dim"],
-    query: Float[Tensor, "batch block head token dim"],
-    readings: Sequence[Reading],
-) -> Float[Tensor, "batch block head token dim"]:
+def mix_all(memory: Any, local: Blocks, query: Blocks, readings: Sequence[Reading]) -> Blocks:
     """`InfiniMemory.mix` for all blocks at once."""
     from elastic_memory.fast.kernels import infini
 
@@ -64,7 +57,7 @@ def mix_all(
         matrices, normalisers = (torch.stack(parts, dim=1) for parts in zip(*readings, strict=True))
     features, norm = _sigma(query, memory.geometry), memory.memory_norm == "output"
     real = memory.geometry.features or memory.geometry.head_dim
-    return infini.recall(features, local, matrices, normalisers, wide(memory.gate), real, norm)
+    return infini.mix(features, local, matrices, normalisers, wide(memory.gate), real, norm)
 
 
 class StackedReadings(Sequence[Reading]):

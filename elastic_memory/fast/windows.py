@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from elastic_memory.fast.kernels import agrees, largest
+from elastic_memory.memory.contract import Heads
 from elastic_memory.shapes import Float, Tensor
 
 LONGEST = 2**17  # tokens of a sample; float32 positions beyond would be less exact than the kernel's own precision
 ALL = 0  # instead of a window: every key is seen
 
-Heads = Float[Tensor, "batch head token dim"]
-Part = tuple[Heads, Float[Tensor, "batch kv_head column dim"], Float[Tensor, "batch kv_head column dim"]]
+SoftmaxPart = tuple[Heads, Float[Tensor, "batch kv_head column dim"], Float[Tensor, "batch kv_head column dim"]]
 
 
 def supports(query: Float[Tensor, "batch block head token dim"], key: Tensor) -> bool:
@@ -71,7 +71,7 @@ def _plain(tensors: Sequence[Tensor], window: int) -> Tensor:
     return (torch.cat((beside, scores), 3) * query.shape[-1] ** -0.5).softmax(3) @ torch.cat((held, value), 2)
 
 
-def attend(query: Heads, key: Heads, value: Heads, window: int, scale: float, parts: Sequence[Part]) -> Heads:
+def attend(query: Heads, key: Heads, value: Heads, window: int, scale: float, parts: Sequence[SoftmaxPart]) -> Heads:
     """Each token sees the newest `window` tokens, itself included.
 
     `parts` hold queries, keys and values of memory for the last blocks of the sample, in order: some blocks each, whose

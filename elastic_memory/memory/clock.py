@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from elastic_memory import hippo, sampling
+from elastic_memory.common.defaults import ORDER, POINTS
 from elastic_memory.memory import pace
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, Reading, State
+from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, Reading, State
 from elastic_memory.memory.elastic import ElasticState
 from elastic_memory.memory.linear import LinearMemory, Rule, readers_of
 from elastic_memory.memory.tools import full_precision, one_of, padded, static, wide
@@ -74,14 +75,14 @@ class ClockMemory(LinearMemory):
         source="ours: elastic memory over a clock per head",
         phrase="a polynomial over exponential windows, from short to long by head",
     )
-    no_join = "a text's first tokens take larger shares than they would later on"
+    no_join = "the first tokens of a text get larger shares of the domain than they would in a longer text"
 
     def __init__(
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
-        points: int = 512,
+        order: int = ORDER,
+        points: int = POINTS,
         sampling: str | Callable[..., Tensor] = "geometric_cells",
         sampling_options: dict[str, float] | None = None,
         shortest: int = 64,
@@ -134,9 +135,7 @@ class ClockMemory(LinearMemory):
             new = pace.transitions(places[..., 0], self.bank.order, signal.dtype) @ torch.cat(state, dim=3) + new
         return ElasticState(*new.chunk(2, dim=3))
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """Block by block, over operators of all blocks at once."""
         size = static(self.geometry.block_size)
         blocks = static(-(-key.shape[2] // size)) - 1  # that are read

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from elastic_memory.common.names import suggest
-from elastic_memory.memory.tools import group_by_size
+from elastic_memory.memory.tools import Reading, group_by_size
 from elastic_memory.shapes import Bool, Float, Tensor
 
 State = tuple[Tensor, ...]
-Reading = tuple[Tensor, ...]
 Heads = Float[Tensor, "batch head token dim"]
+KeyValues = Float[Tensor, "batch kv_head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
 RENAMED = {"road": "algorithm"}  # options by their names of earlier versions
@@ -66,8 +66,8 @@ class Host(NamedTuple):
 class Block(NamedTuple):
     """A block that is complete, or the last of a sample, as `write` sees it."""
 
-    key: Float[Tensor, "batch kv_head token dim"]  # before rotary positions
-    value: Float[Tensor, "batch kv_head token dim"]
+    key: KeyValues  # before rotary positions
+    value: KeyValues
     output: Float[Tensor, "batch token width"] | None = None  # what left the layer, for summary-token memories
     tail: Float[Tensor, "batch tail width"] | None = None  # what left it of the memory's `tail`
 
@@ -105,7 +105,7 @@ class Memory(nn.Module):
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history
     no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
     widens: int = 0  # tokens by which the layer's sliding window is wider: what the memory keeps raw, at its true place
-    no_join: str | None = "it does not say how"  # why the states of two parts do not give the state of the whole
+    no_join: str | None = "it defines no join"  # why the states of two parts do not give the state of the whole
     built_with: dict[str, Any]  # every option, given or left to its default
     retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
     # Weight of the memory by query head: on the exponentials of its columns, or on what `mix` adds to the block's own
@@ -159,7 +159,7 @@ class Memory(nn.Module):
 
     def set_retrieval(self, **changes: Any) -> None:
         """Change how the state is read, at run time."""
-        raise ValueError(f"{type(self).__name__} has no retrieval to set: what it reads is settled when it is built")
+        raise ValueError(f"{type(self).__name__} has no retrieval settings: how it is read is fixed when it is built")
 
     def adapt(self, state: State) -> tuple[State, str | None]:
         """Fit a state made under other retrieval settings to the present ones, and say what was done."""
@@ -188,7 +188,7 @@ class Memory(nn.Module):
             raise ValueError(f"silent={silent!r}: give True or False")
         if silent:
             if not memory.start(1, "meta"):
-                raise ValueError(f"silent=True: {cls.__name__} has no state here, so nothing could be silent")
+                raise ValueError(f"silent=True has no effect: {cls.__name__} has no memory state here; leave it out")
             memory.gain = nn.Parameter(torch.zeros(geometry.heads))
         memory.built_with = {name: own.get(name, signature(cls).parameters[name].default) for name in known}
         memory.built_with |= {"silent": True} if silent else {}
@@ -217,9 +217,7 @@ class ParallelMemory(Memory):
 
     no_sliding: str | None = None
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """The readings of blocks 1, 2, ... of a whole sample, of block 0 too if it `reads_start`.
 
         A loop over blocks, unless a mechanism knows better.

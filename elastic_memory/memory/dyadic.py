@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_memory import hippo, sampling
+from elastic_memory.common.defaults import ORDER, POINTS
 from elastic_memory.memory.contract import Geometry, MemoryInfo, Reading
 from elastic_memory.memory.linear import LinearMemory
 from elastic_memory.memory.tools import static
@@ -124,8 +125,8 @@ class DyadicMemory(LinearMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
-        points: int = 512,
+        order: int = ORDER,
+        points: int = POINTS,
         sampling: str | Callable[..., Tensor] = "uniform_cells",
         sampling_options: dict[str, float] | None = None,
         segments: int = 18,
@@ -135,7 +136,7 @@ class DyadicMemory(LinearMemory):
         detach_every: int | None = None,
     ):
         if segments < 1 or unit < 1:
-            raise ValueError(f"segments={segments} of unit={unit} tokens and more: both must be at least 1")
+            raise ValueError(f"segments={segments}, unit={unit}: both must be at least 1")
         self.segments, self.unit = min(segments, max(order, 1)), unit
         super().__init__(
             geometry,

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.common.defaults import ORDER, POINTS
+from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.tools import full_precision, one_of, static
 from elastic_memory.operators import Bank, Direct, Recurrent
 from elastic_memory.shapes import Float, Tensor
@@ -42,8 +43,8 @@ class ElasticMemory(ParallelMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
-        points: int = 512,
+        order: int = ORDER,
+        points: int = POINTS,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
         mass: bool = False,
@@ -104,9 +105,7 @@ class ElasticMemory(ParallelMemory):
         key, value = (first @ before + second @ after for before, after in zip(state, other, strict=True))
         return ElasticState(key, value)
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """Readings of all blocks from raw keys and values, by the cheaper of two algorithms that agree to rounding."""
         size = static(self.geometry.block_size)
         blocks = static(-(-key.shape[2] // size))
@@ -164,7 +163,7 @@ class ElasticMemory(ParallelMemory):
             return state, None
         if had > wanted:
             kept = ElasticState(*(part[:, :, :wanted].clone() for part in state))
-            return kept, f"order lowered from {had} to {wanted}: the {had - wanted} finest coefficients are gone"
+            return kept, f"order lowered from {had} to {wanted}: the {had - wanted} highest coefficients were dropped"
         padding = (0, 0, 0, wanted - had)
         padded = ElasticState(*(torch.nn.functional.pad(part, padding) for part in state))
         return (
@@ -190,9 +189,8 @@ class _Direct(torch.autograd.Function):
     def forward(
         signal: Float[Tensor, "token feature"], size: int, detach_every: int | None, weights: tuple[Tensor, ...]
     ) -> Float[Tensor, "reading point feature"]:
-        with torch.autocast(
-            signal.device.type, enabled=False
-        ):  # the backward pass has no autocast, and needs the same types
+        # The backward pass has no autocast, and needs the same types.
+        with torch.autocast(signal.device.type, enabled=False):
             return torch.stack([weight @ signal[: index * size] for index, weight in enumerate(weights, 1)])
 
     @staticmethod
@@ -221,7 +219,7 @@ def with_raw_tokens(geometry: Geometry, order: int, share: float, **options: Any
     """For hybrids: how many raw tokens are `share` of `order`, and an elastic memory of the rest."""
     raw = round(order * share)
     if not 0 < raw < order:
-        raise ValueError(f"share={share} of order {order}: both parts need at least one, so that neither is idle")
+        raise ValueError(f"share={share} of order {order}: raw tokens and polynomial each need at least 1 of it")
     return ElasticMemory(geometry, order=order - raw, **options), raw
 
 

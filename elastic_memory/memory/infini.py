@@ -8,7 +8,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from elastic_memory.common.speedups import find
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.contract import (
+    Block,
+    Blocks,
+    Geometry,
+    Heads,
+    Host,
+    KeyValues,
+    MemoryInfo,
+    ParallelMemory,
+    Reading,
+    State,
+)
 from elastic_memory.memory.tools import full_precision, gated, one_of, real_features, wide
 from elastic_memory.shapes import Bool, Float, Tensor
 
@@ -26,7 +37,7 @@ class InfiniState(NamedTuple):
 
 def _only_its_own_size(multiple: int, geometry: Geometry) -> None:
     if multiple != 1:
-        raise ValueError(f"memory_multiple={multiple}: infini's memory is as large as its heads, 1 is all there is")
+        raise ValueError(f"memory_multiple={multiple}: infini's heads fix the size of its memory: only 1 is possible")
 
 
 class InfiniMemory(ParallelMemory):
@@ -105,9 +116,7 @@ class InfiniMemory(ParallelMemory):
             return super().join(state, seen, other, other_seen)
         return InfiniState(*(before + after for before, after in zip(state, other, strict=True)))
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """M <- (I - G) M + U: the d x d matrices G and U of all blocks at once; only M is sequential.
 
         U = sigma(K)^T V and G = S^T S with S = diag(1 / sqrt(sigma(K) z)) sigma(K), z the normaliser before the block.
@@ -146,13 +155,8 @@ class InfiniMemory(ParallelMemory):
         return readings
 
     def mix(
-        self,
-        local: Float[Tensor, "batch head token dim"],
-        query: Float[Tensor, "batch head token dim"],
-        rotated: Float[Tensor, "batch head token dim"],
-        reading: Reading,
-        visible: Bool[Tensor, "batch column"] | None,
-    ) -> Float[Tensor, "batch head token dim"]:
+        self, local: Heads, query: Heads, rotated: Heads, reading: Reading, visible: Bool[Tensor, "batch column"] | None
+    ) -> Heads:
         """y = g sigma(q) M / sigma(q) z + (1 - g) local; no positions."""
         matrix, normaliser = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in reading)
         with torch.autocast(query.device.type, enabled=False):
@@ -163,13 +167,7 @@ class InfiniMemory(ParallelMemory):
                 remembered = self._rms(remembered)
             return gated(wide(self.gate), remembered, local, visible)
 
-    def mix_all(
-        self,
-        local: Float[Tensor, "batch block head token dim"],
-        query: Float[Tensor, "batch block head token dim"],
-        rotated: Float[Tensor, "batch block head token dim"],
-        readings: Sequence[Reading],
-    ) -> Float[Tensor, "batch block head token dim"]:
+    def mix_all(self, local: Blocks, query: Blocks, rotated: Blocks, readings: Sequence[Reading]) -> Blocks:
         """`mix` for all blocks, by a kernel where there is one."""
         if fast is not None and fast.supports(self.geometry, query, local):
             return fast.mix_all(self, local, query, readings)

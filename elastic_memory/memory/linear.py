@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elastic_memory.memory.contract import Block, Host, Reading, State
+from elastic_memory.memory.contract import Block, Host, KeyValues, Memory, Reading, State
 from elastic_memory.memory.elastic import ElasticMemory, ElasticState
 from elastic_memory.memory.tools import full_precision, static
 from elastic_memory.operators import CACHED, Step
@@ -32,7 +32,7 @@ class Rule(Protocol):
         """What reads the state of a history of so many tokens."""
 
 
-class Plan(NamedTuple):
+class SampleOperators(NamedTuple):
     """The operators of a sample: what writes each block but the last, and what reads for each but the first."""
 
     transitions: tuple[Tensor, ...]
@@ -70,13 +70,9 @@ class LinearMemory(ElasticMemory):
         )
         return ElasticState(key, value)
 
-    def join(self, state: State, seen: int, other: State, other_seen: int) -> ElasticState:
-        """Refused: a token's place in the state depends on the length of the text before it."""
-        raise ValueError(f"{type(self).__name__} cannot join two states: {self.no_join}")
+    join = Memory.join  # type: ignore[assignment]  # a token's place in the state depends on the text before it
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """Block by block, one product per head for the whole batch."""
         size, dtype = static(self.geometry.block_size), torch.promote_types(key.dtype, torch.float32)
         plan = plan_of(self.rule, size, static(-(-key.shape[2] // size)), str(key.device), dtype)
@@ -95,7 +91,7 @@ class LinearMemory(ElasticMemory):
 
 
 def states(
-    plan: Plan,
+    plan: SampleOperators,
     signal: Float[Tensor, "head token feature"],
     size: int,
     cut: Callable[[State, int], State] = lambda state, block: state,
@@ -112,17 +108,17 @@ def states(
 
 # A constant of the compiled graph: building operators is float64 work that must not be traced.
 @torch.compiler.assume_constant_result
-def plan_of(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> Plan:
+def plan_of(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> SampleOperators:
     """All operators that a sample of so many blocks needs."""
     return _plan(rule, size, blocks, device, dtype)
 
 
 @lru_cache(maxsize=CACHED)
-def _plan(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> Plan:
+def _plan(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> SampleOperators:
     ends = range(size, blocks * size, size)
     steps = [step_of(rule, end - size, end, device, dtype) for end in ends]
     readers = readers_of(rule, size, blocks, device, dtype)
-    return Plan(tuple(step.transition for step in steps), tuple(step.projection for step in steps), readers)
+    return SampleOperators(tuple(step.transition for step in steps), tuple(step.projection for step in steps), readers)
 
 
 @torch.compiler.assume_constant_result

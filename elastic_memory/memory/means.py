@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elastic_memory.common.defaults import ORDER
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.tools import full_precision, one_of, padded
 from elastic_memory.shapes import Float, Int, Tensor
@@ -44,7 +45,7 @@ class MeansMemory(ParallelMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
+        order: int = ORDER,
         sinks: int = 1,
         query: str = "rotated",
         detach_every: int | None = None,

@@ -29,8 +29,8 @@ class MelodiMemory(SummaryTokenMemory):
     )
     shares_softmax = True
     per_row_parameters = True
-    no_join = "each summary was written by a block that had read the one before"
-    no_sliding = "its mixer summarises disjoint blocks; in sliding windows a token belongs to many"
+    no_join = "each summary depends on the one before it"
+    no_sliding = "its mixer summarises disjoint blocks, and sliding windows overlap"
 
     def __init__(
         self,

@@ -7,7 +7,18 @@ import torch
 from torch import nn
 
 from elastic_memory.attention import masked
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.common.defaults import ORDER
+from elastic_memory.memory.contract import (
+    Block,
+    Geometry,
+    Heads,
+    Host,
+    KeyValues,
+    MemoryInfo,
+    ParallelMemory,
+    Reading,
+    State,
+)
 from elastic_memory.memory.tools import gated, one_of, wide
 from elastic_memory.shapes import Bool, Float, Tensor
 
@@ -38,7 +49,7 @@ class MemorizingMemory(ParallelMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
+        order: int = ORDER,
         combine: str = "gate",
         positions: str = "none",
         detach_memory: bool = False,
@@ -50,7 +61,7 @@ class MemorizingMemory(ParallelMemory):
         self.shares_softmax = one_of("combine", combine, ("gate", "joint")) == "joint"
         self.positions = one_of("positions", positions, ("none", "query", "full"))
         if self.shares_softmax and positions == "none":
-            raise ValueError("combine='joint' is one softmax of rotated queries: give positions 'query' or 'full'")
+            raise ValueError("combine='joint' needs positions: its softmax has rotated queries; give 'query' or 'full'")
         self.order = self.reach = order
         self.detach_memory = detach_memory
         if self.shares_softmax:
@@ -60,7 +71,9 @@ class MemorizingMemory(ParallelMemory):
             if positions != "full":
                 self.no_sliding = "tokens that leave the window would lose their positions; positions='full' keeps them"
             elif detach_memory or detach_every:
-                self.no_sliding = "it is a wider window, whose gradients no detach_memory or detach_every cuts"
+                self.no_sliding = (
+                    "it is a wider window there, whose gradients detach_memory and detach_every cannot cut"
+                )
         else:
             self.gate = nn.Parameter(torch.empty(geometry.heads))
         self.reset()
@@ -103,9 +116,7 @@ class MemorizingMemory(ParallelMemory):
         )
         return Queue(key, value)
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """The queue of each block is a slice of the sample: the tokens before it."""
         if self.widens:
             return []
@@ -116,13 +127,8 @@ class MemorizingMemory(ParallelMemory):
         return readings
 
     def mix(
-        self,
-        local: Float[Tensor, "batch head token dim"],
-        query: Float[Tensor, "batch head token dim"],
-        rotated: Float[Tensor, "batch head token dim"],
-        reading: Reading,
-        visible: Bool[Tensor, "batch column"] | None,
-    ) -> Float[Tensor, "batch head token dim"]:
+        self, local: Heads, query: Heads, rotated: Heads, reading: Reading, visible: Bool[Tensor, "batch column"] | None
+    ) -> Heads:
         """y = g softmax(q K^T / sqrt(d)) V + (1 - g) local."""
         looking = query if self.positions == "none" else rotated
         key, value = (part.to(looking.dtype) for part in reading)

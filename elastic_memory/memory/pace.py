@@ -25,8 +25,8 @@ def transitions(ratios: Tensor, order: int, dtype: torch.dtype) -> Tensor:
 def _transitions_backward(gradient: Tensor, ratios: Tensor, order: int) -> Tensor:
     generator, _ = hippo.legs(order, device=ratios.device)
     pieces = zip(ratios.flatten().split(AT_ONCE), gradient.flatten(0, -3).split(AT_ONCE), strict=True)
-    slopes = [((generator @ hippo.transitions(order, some)) * own).sum((1, 2)) / some for some, own in pieces]
-    return torch.cat(slopes).view(ratios.shape)
+    found = [((generator @ hippo.transitions(order, some)) * own).sum((1, 2)) / some for some, own in pieces]
+    return torch.cat(found).view(ratios.shape)
 
 
 @torch.library.custom_op("elastic_memory::clock_projections", mutates_args=())
@@ -37,15 +37,15 @@ def projections(places: Tensor, order: int, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("elastic_memory::clock_projections_backward", mutates_args=())
 def _projections_backward(gradient: Tensor, places: Tensor, order: int) -> Tensor:
-    slopes = []
+    found = []
     _, roots = hippo.legs(order, device=places.device)
     for some, own in zip(places.flatten(0, -2).split(AT_ONCE), gradient.flatten(0, -3).split(AT_ONCE), strict=True):
         own = own.double()
         by_edge = F.pad(own, (1, 0)) - F.pad(own, (0, 1))  # the end of one token is the beginning of the next
         # `hippo.basis` would check the places, and wait for a GPU
         basis = next(hippo.legendre(some.flatten(), order - 1))[1:].unflatten(1, some.shape)
-        slopes.append((basis * roots[:, None, None] * by_edge.movedim(1, 0)).sum(0))
-    return torch.cat(slopes).view(places.shape)
+        found.append((basis * roots[:, None, None] * by_edge.movedim(1, 0)).sum(0))
+    return torch.cat(found).view(places.shape)
 
 
 @transitions.register_fake

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.common.defaults import ORDER, POINTS
+from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.elastic import beside, with_raw_tokens
 from elastic_memory.memory.memorizing import MemorizingMemory
-from elastic_memory.shapes import Float, Tensor
+from elastic_memory.shapes import Tensor
 
 
 class RecentMemory(ParallelMemory):
@@ -27,23 +28,16 @@ class RecentMemory(ParallelMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
+        order: int = ORDER,
         share: float = 0.5,
-        points: int = 512,
+        points: int = POINTS,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
-        self.elastic, raw = with_raw_tokens(
-            geometry,
-            order,
-            share,
-            points=points,
-            sampling=sampling,
-            sampling_options=sampling_options,
-            detach_every=detach_every,
-        )
+        options = {"points": points, "sampling": sampling, "sampling_options": sampling_options}
+        self.elastic, raw = with_raw_tokens(geometry, order, share, **options, detach_every=detach_every)
         self.queue = MemorizingMemory(geometry, order=raw, combine="joint", positions="full", detach_every=detach_every)
         self.widens, self.no_sliding, self.no_join = self.queue.widens, self.queue.no_sliding, self.queue.no_join
         self.retrieval = self.elastic.retrieval
@@ -65,9 +59,7 @@ class RecentMemory(ParallelMemory):
         coefficients = self.elastic.join(state[:2], seen, other[:2], other_seen)
         return (*coefficients, *self.queue.join(state[2:], seen, other[2:], other_seen))
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """The readings of both, side by side."""
         readings, queues = (memory.read_all(key, value, host) for memory in (self.elastic, self.queue))
         return [beside(*pair) for pair in zip(readings, queues, strict=True)] if queues else readings

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from elastic_memory import sampling as samplings
-from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.common.defaults import ORDER
+from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.tools import one_of, static, wide
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -21,7 +22,7 @@ class Picked(NamedTuple):
     time: Float[Tensor, "batch order"]
 
 
-class Rule(NamedTuple):
+class Choice(NamedTuple):
     """Which tokens stay."""
 
     order: int
@@ -59,7 +60,7 @@ class SampledMemory(ParallelMemory):
         self,
         geometry: Geometry,
         *,
-        order: int = 540,
+        order: int = ORDER,
         sampling: str | Callable[..., Tensor] = "exponential",
         sampling_options: dict[str, float] | None = None,
         mass: bool = False,
@@ -73,7 +74,7 @@ class SampledMemory(ParallelMemory):
         samplings.resolve(sampling, options)
         self.adds_score = mass
         self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
-        self.rule = Rule(order, sampling, tuple(sorted(options.items())))
+        self.rule = Choice(order, sampling, tuple(sorted(options.items())))
 
     def start(self, batch: int, device: torch.device | str | None = None) -> Picked:
         """No tokens."""
@@ -102,9 +103,7 @@ class SampledMemory(ParallelMemory):
         index = chosen[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         return Picked(key.gather(2, index), value.gather(2, index), time.gather(1, chosen))
 
-    def read_all(
-        self, key: Float[Tensor, "batch kv_head token dim"], value: Float[Tensor, "batch kv_head token dim"], host: Host
-    ) -> Sequence[Reading]:
+    def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
         """The tokens that a stream would still have, straight from the sample."""
         size = static(self.geometry.block_size)
         left = _survivors(self.rule, size, static(-(-key.shape[2] // size)), str(key.device))
@@ -138,12 +137,12 @@ def nearest(time: Float[Tensor, "batch candidate"], points: Float[Tensor, " orde
 
 # A constant of the compiled graph: it depends on numbers, not on tensors.
 @torch.compiler.assume_constant_result
-def _survivors(rule: Rule, size: int, blocks: int, device: str) -> tuple[Int[Tensor, " kept"], ...]:
+def _survivors(rule: Choice, size: int, blocks: int, device: str) -> tuple[Int[Tensor, " kept"], ...]:
     return survivors(rule, size, blocks, device)
 
 
 @lru_cache(maxsize=4)
-def survivors(rule: Rule, size: int, blocks: int, device: str = "cpu") -> tuple[Int[Tensor, " kept"], ...]:
+def survivors(rule: Choice, size: int, blocks: int, device: str = "cpu") -> tuple[Int[Tensor, " kept"], ...]:
     """For blocks 1, 2, ...: the tokens of the history that a stream has kept."""
     kept, result = torch.arange(0), []
     for seen in range(size, blocks * size, size):

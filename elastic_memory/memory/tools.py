@@ -67,7 +67,7 @@ def wide(x: Tensor) -> Tensor:
 def one_of(name: str, value: Any, names: Sequence[str]) -> Any:
     """`value`, if it is one of `names`."""
     if value not in names:
-        raise ValueError(f"{name}={value!r}: there are {', '.join(names)}")
+        raise ValueError(f"{name}={value!r}: give one of {', '.join(names)}")
     return value
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from elastic_memory.attention import used_twice, window_mask
 from elastic_memory.common.speedups import find
 from elastic_memory.memory import Host, ParallelMemory, Reading
-from elastic_memory.memory.contract import Blocks
+from elastic_memory.memory.contract import Blocks, Heads
 from elastic_memory.memory.tools import group_by_size
+from elastic_memory.model.decoder_layer import DecoderLayer
 from elastic_memory.model.locality import Locality
-from elastic_memory.model.parts import DecoderLayer
-from elastic_memory.model.rope import Heads, Rope
+from elastic_memory.model.rope import Rope
 
 windows = find("windows")
 

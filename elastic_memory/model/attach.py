@@ -9,14 +9,14 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 
+from elastic_memory.common.defaults import BLOCK_SIZE
 from elastic_memory.common.hooks import has_hooks
-from elastic_memory.memory import Geometry
 from elastic_memory.memory.contract import with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
-from elastic_memory.model.configuration import BLOCK_SIZE, MEMORY, MemorySettings, refuse_dropout
-from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
+from elastic_memory.model.configuration import MEMORY, MemorySettings, geometry_of, refuse_dropout
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
+from elastic_memory.model.saved_defaults import RECORD, defaults, older, warn_of_defaults
 
 # Decoders whose layers consist of PARTS and nothing else (tests/model/test_families.py).
 FAMILIES = ("arcee", "gemma", "jais2", "llama", "mistral", "qwen2", "qwen3")
@@ -201,7 +201,7 @@ def _silent(silent: bool | None, settings: MemorySettings, again: bool) -> bool:
 def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
     """The settings, checked against the model's own window."""
     values = dict(values)
-    settings = MemorySettings(geometry=_geometry(model.config, values.pop("block_size")), **values)
+    settings = MemorySettings(geometry=geometry_of(model.config, values.pop("block_size")), **values)
     window = getattr(model.config, "sliding_window", None)
     if window and (settings.local_attention == "full" or settings.locality.window > window):
         name = "block_size" if settings.window is None else "window"
@@ -210,18 +210,6 @@ def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
             f"local_attention={settings.local_attention!r} exceeds: give a {name} up to {window}"
         )
     return settings
-
-
-def _geometry(config: Any, block_size: int) -> Geometry:
-    return Geometry(
-        width=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        layers=config.num_hidden_layers,
-        block_size=block_size,
-        initializer_range=config.initializer_range,
-    )
 
 
 @torch.no_grad()

@@ -11,12 +11,13 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from elastic_memory.common.defaults import BLOCK_SIZE, LENGTH, POINTS
 from elastic_memory.common.names import nearest, suggest
 from elastic_memory.memory import MEMORIES, Geometry, Memory
 from elastic_memory.memory.contract import with_new_names
 from elastic_memory.model.adapters import tell_peft
-from elastic_memory.model.defaults import RECORD, defaults, older, warn_of_defaults
 from elastic_memory.model.locality import Locality
+from elastic_memory.model.saved_defaults import RECORD, defaults, older, warn_of_defaults
 
 LOCAL_ATTENTION = ("block", "sliding", "full")
 
@@ -30,11 +31,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "200m": {"hidden_size": 1080, "intermediate_size": 2880, "num_hidden_layers": 12, "num_attention_heads": 12},
     "400m": {"hidden_size": 1440, "intermediate_size": 4864, "num_hidden_layers": 12, "num_attention_heads": 16},
 }  # fmt: skip
-MEMORY = "elastic"  # the memory and the block size of whoever names none
-BLOCK_SIZE = 2048
-PAPER = {"block_size": BLOCK_SIZE, "memory_points": 512, "vocab_size": 32000}
+MEMORY = "elastic"  # if no memory is named
+PAPER = {"block_size": BLOCK_SIZE, "memory_points": POINTS, "vocab_size": 32000}
 COMMON = {
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": LENGTH,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
 
@@ -175,7 +175,7 @@ class MemoryLlamaConfig(LlamaConfig):
         unknown = _unknown(cls, config_dict)
         if unknown:
             said = [f"{name} (did you mean {near!r}?)" if near else name for name, near in unknown.items()]
-            warnings.warn(f"a configuration with keys that are unknown: {', '.join(said)}", stacklevel=2)
+            warnings.warn(f"unknown keys in the configuration: {', '.join(said)}", stacklevel=2)
         loaded = {name: value for name, value in config_dict.items() if name in unknown}
         known = {name: value for name, value in config_dict.items() if name not in {*unknown, RECORD}}
         place = kwargs.get("name_or_path")
@@ -228,15 +228,7 @@ class MemoryLlamaConfig(LlamaConfig):
 
     def geometry(self) -> Geometry:
         """The shape of a layer."""
-        return Geometry(
-            width=self.hidden_size,
-            heads=self.num_attention_heads,
-            kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            layers=self.num_hidden_layers,
-            block_size=self.block_size,
-            initializer_range=self.initializer_range,
-        )
+        return geometry_of(self, self.block_size)
 
     def _stored_geometry(self) -> Geometry:
         """The shape of a layer whose heads may be padded."""
@@ -245,18 +237,9 @@ class MemoryLlamaConfig(LlamaConfig):
 
     def settings(self, stored: bool = False) -> MemorySettings:
         """The memory part of the configuration, checked; for heads as they are stored, if asked."""
-        return MemorySettings(
-            geometry=self._stored_geometry() if stored else self.geometry(),
-            memory=self.memory,
-            memory_layers=self.memory_layers,
-            local_attention=self.local_attention,
-            window=self.window,
-            memory_order=self.memory_order,
-            memory_points=self.memory_points,
-            sampling=self.sampling,
-            sampling_options=self.sampling_options,
-            memory_options=self.memory_options or {},
-        )
+        geometry = self._stored_geometry() if stored else self.geometry()
+        values = {item.name: getattr(self, item.name) for item in fields(MemorySettings) if item.name != "geometry"}
+        return MemorySettings(**values | {"geometry": geometry, "memory_options": self.memory_options or {}})
 
     @classmethod
     def preset(cls, name: str, memory: str = MEMORY, memory_multiple: int = 1, **overrides: Any) -> Self:
@@ -280,6 +263,24 @@ class MemoryLlamaConfig(LlamaConfig):
         if "memory_points" not in overrides and not kind.has_option("points"):
             del values["memory_points"]
         return cls(memory=memory, **values)
+
+
+def geometry_of(config: Any, block_size: int) -> Geometry:
+    """The shape of a layer of a Llama-like model."""
+    return Geometry(
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=head_dim(config),
+        layers=config.num_hidden_layers,
+        block_size=block_size,
+        initializer_range=config.initializer_range,
+    )
+
+
+def head_dim(config: Any) -> int:
+    """Features of a head; some families leave them to the width."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def known(name: Any, names: Any, what: str) -> None:

@@ -1,8 +1,8 @@
 """A decoder layer that attends inside blocks and carries a memory between them: Algorithm 1 of the paper.
 
-`MemoryLayer.one_block` is the algorithm: read the memory, attend, write. A sample goes through it block by block; where
-the memory depends on keys and values only, all blocks go at once (`all_blocks`), with the same result. `parts.py` has
-the projections and attention that both use, `all_blocks.py` attention in many blocks, `streaming/` the same in streams.
+`MemoryLayer.one_block` is the algorithm: read the memory, attend, write. A sample goes through it block by block. If
+the memory depends on keys and values only, all blocks are computed in parallel (`all_blocks.py`), with the same result.
+`decoder_layer.py` has the projections and the attention that both use; `streaming/` does the same for streams.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ import torch
 from elastic_memory.attention import used_twice
 from elastic_memory.common.speedups import find
 from elastic_memory.memory import Block, Host, ParallelMemory, Reading, State, SummaryTokenMemory
+from elastic_memory.memory.contract import Heads
 from elastic_memory.model import all_blocks
-from elastic_memory.model.parts import DecoderLayer, Hidden
-from elastic_memory.model.rope import PADDING, Heads, Rope
+from elastic_memory.model.decoder_layer import DecoderLayer, Hidden
+from elastic_memory.model.rope import PADDING, Rope
 from elastic_memory.shapes import Float, Tensor
 
 fast = find("summary_tokens")

@@ -4,9 +4,8 @@ import torch
 from torch import nn
 
 from elastic_memory.attention import rotate
-from elastic_memory.shapes import Float, Int, Tensor
-
-Heads = Float[Tensor, "batch head token dim"]
+from elastic_memory.memory.contract import Heads
+from elastic_memory.shapes import Int, Tensor
 
 PADDING = 32  # blocks with summary tokens may be padded to a multiple of so many tokens (fast/summary_tokens.py)
 

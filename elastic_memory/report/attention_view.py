@@ -15,7 +15,7 @@ from elastic_memory.streaming.cache import MemoryCache
 
 NEAREST = 5  # words shown for a memory token
 
-Heads = Float[Tensor, "head token dim"]
+RowHeads = Float[Tensor, "head token dim"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def views(model: Any, ids: Int[Tensor, " token"], block: int) -> list[LayerView]
     """Read `ids` block by block and look at every layer whose memory stands as tokens in front of the block."""
     layers = {i: model.base_model.layers[i] for i, memory in model.memories.items() if memory.shares_softmax}
     found = {index: LayerView(index) for index in layers}
-    history: dict[int, list[Heads]] = {index: [] for index in layers}
+    history: dict[int, list[RowHeads]] = {index: [] for index in layers}
     cache, rope = MemoryCache(model), model.base_model.rope()
     with evaluating(model), _entering(layers) as entering:
         for start in range(0, len(ids), block):
@@ -98,9 +98,9 @@ def _entering(layers: dict[int, Any]) -> Iterator[dict[int, Float[Tensor, "1 tok
 def attention(
     layer: Any,
     rope: Any,
-    query: Heads,
-    key: Heads,
-    before: list[Heads],
+    query: RowHeads,
+    key: RowHeads,
+    before: list[RowHeads],
     columns: Float[Tensor, "kv_head column dim"],
     added: Float[Tensor, "1 column"] | float = 0.0,
 ) -> Float[Tensor, "head token all"]:
@@ -127,7 +127,7 @@ def attention(
 
 
 def _look(
-    memory: Any, seen: int, columns: Float[Tensor, "kv_head column dim"], past: Heads, attention: Tensor
+    memory: Any, seen: int, columns: Float[Tensor, "kv_head column dim"], past: RowHeads, attention: Tensor
 ) -> BlockView:
     """A block's memory tokens; one without a place of its own stands where the token nearest to it stands."""
     mean = past.mean(1, keepdim=True)

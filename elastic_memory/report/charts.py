@@ -105,22 +105,16 @@ def _evaluation_charts(evaluations: Sequence[dict[str, Any]], names: dict[str, s
         if len(by_position) > 1:
             middles = [(part + 0.5) / len(by_position) for part in range(len(by_position))]
             positions.setdefault(place, []).append(Series(names[checkpoint], middles, by_position))
-    charts = [
-        Chart(
-            f"Perplexity by block{_handling(place)}",
-            "block",
-            "perplexity",
-            series,
-            f"{place}. {CONTROL}",
-            marks=[BLOCK_0],
+    charts = []
+    for place, series in blocks.items():
+        title, note = f"Perplexity by block{_handling(place)}", f"{place}. {CONTROL}"
+        charts.append(Chart(title, "block", "perplexity", series, note, marks=[BLOCK_0]))
+    for place, series in positions.items():
+        title, across = (
+            f"Perplexity by position in the block{_handling(place)}",
+            "position in the block, 0 first, 1 last",
         )
-        for place, series in blocks.items()
-    ]
-    across = "position in the block, 0 first, 1 last"
-    charts += [
-        Chart(f"Perplexity by position in the block{_handling(place)}", across, "perplexity", series, f"{place}.")
-        for place, series in positions.items()
-    ]
+        charts.append(Chart(title, across, "perplexity", series, f"{place}."))
     return [*gains, *charts, *_sizes(evaluations, names)]
 
 

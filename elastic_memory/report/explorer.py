@@ -15,10 +15,10 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from elastic_memory import hippo
+from elastic_memory.common.defaults import MEMORY_SUFFIX
 from elastic_memory.data.tokenizers import Skip, Tokenizer, encode, pieces
 from elastic_memory.evaluation.losses import block_size_of, has_blocks, streamed_losses, window_losses
-from elastic_memory.evaluation.reconstruction import Signal, keys_and_values
+from elastic_memory.evaluation.reconstruction import Signal, keys_and_values, reconstructed
 from elastic_memory.memory import MEMORIES
 from elastic_memory.memory.contract import Geometry
 from elastic_memory.operators import Bank
@@ -33,7 +33,6 @@ PASSES = 4  # of a model over a document
 FEATURES = 12  # of keys and values of one document or memory file that the page draws
 ORDERS = (16, 64, 256)  # of memory whose reconstructions are compared, beside the model's own
 AGES = 24  # groups of tokens by age
-SUFFIX = ".memory.safetensors"
 
 
 def page(subjects: Sequence[dict[str, Any]], title: str = "Memory microscope", *, live: bool = False) -> str:
@@ -126,12 +125,8 @@ def similarity(signal: Signal, order: int, edges: np.ndarray) -> Float[Tensor, "
 
     Group i holds ages `edges[i]` to `edges[i+1] - 1`.
     """
-    state, mean = hippo.compress(signal, order), signal.mean(0)
-    middles = (torch.arange(len(signal), dtype=torch.float64, device=signal.device) + 0.5) / len(signal)
-    pairs = zip(signal.split(1024), middles.split(1024), strict=True)
-    cosines = [
-        torch.cosine_similarity(hippo.reconstruct(state, u) - mean, piece - mean, dim=-1).mean(-1) for piece, u in pairs
-    ]
+    mean, pairs = signal.mean(0), reconstructed(signal, order)
+    cosines = [torch.cosine_similarity(back - mean, piece - mean, dim=-1).mean(-1) for piece, back in pairs]
     newest_first = torch.cat(cosines).flip(0).cpu()
     return torch.stack([newest_first[first - 1 : last - 1].mean() for first, last in pairwise(edges)])
 
@@ -169,7 +164,7 @@ def _memory_subject(
     parts = (told.get("parts") or [[]])[0]
     return {
         "kind": "memory",
-        "name": path.name.removesuffix(SUFFIX),
+        "name": path.name.removesuffix(MEMORY_SUFFIX),
         "memory": ", ".join(dict.fromkeys(name.rsplit(" ", 1)[0] for name in states)) or "no polynomial to draw",
         "model": str(told.get("model") or ""),
         "tokens": told["seen"][0],

@@ -20,7 +20,7 @@ MACHINE = ("device", "torch", "transformers", "python", "commit", "precision")
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of the page; `folded` tables are shown when asked for."""
 
     id: str
@@ -43,14 +43,14 @@ def page(path: Path, title: str = "Results") -> str:
     names = charts.short_names(it["checkpoint"] for it in evaluations)
     named = [{**it, "checkpoint": names[it["checkpoint"]]} for it in evaluations]
     every = [
-        Section("recall", "Recall", charts=charts.recall_charts(results.recall)),
-        Section(
+        PageSection("recall", "Recall", charts=charts.recall_charts(results.recall)),
+        PageSection(
             "paper",
             "Beside the paper",
             "The paper's models are larger and its corpora are others: compare the order of models, not the numbers.",
             charts=[chart for table in results.measured.values() for chart in charts.paper_charts(table)],
         ),
-        Section(
+        PageSection(
             "evaluation",
             "Evaluation",
             charts=charts.evaluation_charts(evaluations),
@@ -58,8 +58,8 @@ def page(path: Path, title: str = "Results") -> str:
             folded=perplexity_by_block(named),
             folded_title="Perplexity by block as tables",
         ),
-        Section("training", "Training", charts=charts.losses(results.curves), tables=_runs(results)),
-        Section("tables", "Tables and pictures", tables=[*results.tables.values()], pictures=_pictures(results)),
+        PageSection("training", "Training", charts=charts.losses(results.curves), tables=_runs(results)),
+        PageSection("tables", "Tables and pictures", tables=[*results.tables.values()], pictures=_pictures(results)),
         _settings(results),
     ]
     sections, more = [section for section in every if section], len(results.left_out) - 5
@@ -130,7 +130,7 @@ def _pictures(results: Results) -> list[tuple[str, str]]:
     return [(titles.get(name, name), base64.b64encode(it).decode()) for name, it in results.pictures.items()]
 
 
-def _settings(results: Results) -> Section:
+def _settings(results: Results) -> PageSection:
     """Where the recipes of the runs differ, what they share, and the machines and versions behind the numbers."""
     recipes = {str(it["name"]): dict(_flat(it["recipe"])) for it in results.trainings.values() if it.get("recipe")}
     keys = list(dict.fromkeys(key for recipe in recipes.values() for key in recipe))
@@ -152,7 +152,8 @@ def _settings(results: Results) -> Section:
         rows = [[*told, str(count)] for told, count in machines.items()]
         tables.append(Table("Environment", [*MACHINE, "records"], rows))
     folded = [Table("In every recipe", ["setting", "value"], shared)] if shared else []
-    return Section("settings", "Recipes and environment", tables=tables, folded=folded, folded_title="Shared settings")
+    title = "Recipes and environment"
+    return PageSection("settings", title, tables=tables, folded=folded, folded_title="Shared settings")
 
 
 def _flat(recipe: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -48,7 +48,7 @@ class _Record(TypedDict):
     measured: list[_Conditioned]
 
 
-class _Cell(TypedDict):
+class _TableCell(TypedDict):
     row: str
     column: str
     values: dict[str, Any]
@@ -56,7 +56,7 @@ class _Cell(TypedDict):
 
 class _Measured(TypedDict):
     title: str
-    cells: list[_Cell]
+    cells: list[_TableCell]
 
 
 @dataclass

@@ -7,7 +7,6 @@
 Tables share models and their records. After an interruption the next call continues with what is missing.
 """
 
-import gc
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 
 import elastic_memory as em
+from elastic_memory.common.environment import free_memory
 from elastic_memory.common.files import sha256, write_json
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import Samples, prepare, samples
@@ -29,6 +29,7 @@ from elastic_memory.evaluation.longppl import Settings, key_tokens
 from elastic_memory.evaluation.metrics import Conditions, Evaluation
 from elastic_memory.evaluation.record import describe, with_progress
 from elastic_memory.reproduction.records import Record
+from elastic_memory.reproduction.scheduler import running_now
 from elastic_memory.reproduction.tiers import TIERS
 from elastic_memory.training.build import build_config
 from elastic_memory.training.corpus import data_hash, fit
@@ -225,16 +226,12 @@ class Lab:
             result = train(run.recipe, self.folder(model.corpus), self.work, begun)
             record.add_training(result, run.measured(), (before + self._sharing(sharing)) / 2)
             torch.compiler.reset()  # else its compiled code counts against the recompilation limit of the next model
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_memory()
         elif record.trained is None:
             record.add_training(run.content(), run.measured(), 1)
 
     def _sharing(self, planned: int) -> int:
-        """How many processes use the device now, according to the scheduler."""
-        running = self.work / "logs" / "running"
-        return int(running.read_text() or planned) if planned > 1 and running.exists() else planned
+        return running_now(self.work / "logs") if planned > 1 else planned
 
     def _measure(self, model: Trained, conditions: Conditions, metrics: list[str]) -> None:
         """Measure a trained model under one set of conditions, and record the results."""

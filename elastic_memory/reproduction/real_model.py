@@ -9,7 +9,6 @@ A difference between two designs is taken document by document, which removes mo
 """
 
 import contextlib
-import gc
 import hashlib
 import json
 import os
@@ -26,8 +25,8 @@ from typing import Any
 import torch
 
 from elastic_memory.common.checksums import write_manifest
-from elastic_memory.common.environment import environment
-from elastic_memory.common.files import publish, sha256, write_json
+from elastic_memory.common.environment import environment, free_memory
+from elastic_memory.common.files import sha256, whole_folder, write_json
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import samples
 from elastic_memory.data.start import StartingModel
@@ -39,7 +38,7 @@ from elastic_memory.evaluation.sinks import sink_losses
 from elastic_memory.evaluation.throughput import decoding_speed
 from elastic_memory.model import attach_memory
 from elastic_memory.reproduction.real_measures import by_document, find_keys, key_loss, row_losses
-from elastic_memory.reproduction.scheduler import Scheduler, Task
+from elastic_memory.reproduction.scheduler import Scheduler, Task, running_now
 from elastic_memory.reproduction.worker import end_with_scheduler
 from elastic_memory.training.recipe import RECIPES, load_recipe
 from elastic_memory.training.session import Resume, tell, train
@@ -177,14 +176,12 @@ class Study:
         folder = self.out / "work" / Path(self.model).stem
         if not folder.exists():
             tell(f"unpacking {Path(self.model).name}")
-            staged = folder.with_name(f".{folder.name}.saving")
-            shutil.rmtree(staged, ignore_errors=True)
             tokenizer = tokenizer_of(self.model)
             assert tokenizer is not None  # a GGUF file has one
-            tokenizer.save(staged)
-            load_model(self.model).float().save_pretrained(staged)
-            write_manifest(staged, f"unpacked from {Path(self.model).name}", 0)
-            publish(staged, folder)
+            with whole_folder(folder) as staged:
+                tokenizer.save(staged)
+                load_model(self.model).float().save_pretrained(staged)
+                write_manifest(staged, f"unpacked from {Path(self.model).name}", 0)
         self.model = str(folder)
 
     # -- in a process of its own
@@ -201,7 +198,7 @@ class Study:
             "data": {"sha256": rows.fingerprint, "rows": plan.rows},
             "memory": [],
             "environment": environment(),
-            "sharing": self._sharing(),
+            "sharing": running_now(self.out / "work" / "logs"),
         }
         if "untrained" in job.settings:
             model = load_model(self.model)
@@ -212,7 +209,7 @@ class Study:
         trained = time.monotonic()
         record |= self._measure(job, Spread(rows, plan.rows), model)
         record["seconds"] = {"training": trained - begun, "measuring": time.monotonic() - trained}
-        record["sharing"] = (record["sharing"] + self._sharing()) / 2
+        record["sharing"] = (record["sharing"] + running_now(self.out / "work" / "logs")) / 2
         self._path(job.name).parent.mkdir(parents=True, exist_ok=True)
         write_json(self._path(job.name), record)
         self._remove(folder)
@@ -225,9 +222,7 @@ class Study:
         begun = Resume(allowed=True, or_start=True, new_machine=True)
         start = self._start(job, weights)
         result = train(recipe, self.data / job.corpus, folder / "runs", begun, start)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # its neighbours may need the memory
+        free_memory()  # its neighbours may need it
         return result
 
     def _start(self, job: Candidate, weights: str) -> StartingModel:
@@ -282,11 +277,6 @@ class Study:
         if (held["plan"], held["model"], held["rows"]) != (plan, self._name, rows.rows.fingerprint):
             raise ValueError(f"{path} has the key tokens of another plan, model or text: choose another --out")
         return held["keys"]
-
-    def _sharing(self) -> int:
-        """How many processes use the device now, according to the scheduler."""
-        running = self.out / "work" / "logs" / "running"
-        return max(int(running.read_text() or 1), 1) if running.exists() else 1
 
     def _remove(self, folder: Path) -> None:
         """The run, or with `keep_weights` all of it but its checkpoints."""

@@ -22,6 +22,12 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def running_now(logs: Path) -> int:
+    """How many processes use the device now, if a scheduler with these logs runs; else 1."""
+    file = logs / "running"
+    return max(int(file.read_text() or 1), 1) if file.exists() else 1
+
+
 @dataclass
 class Task:
     """A command, and its expected seconds (None: unknown)."""

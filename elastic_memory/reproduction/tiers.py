@@ -12,6 +12,7 @@ TITLES = {"pg19": "PG-19", "proof-pile": "Proof-Pile", "fineweb-edu": "FineWeb-E
 class Tier:
     """One scale at which all tables can be reproduced."""
 
+    summary: str  # for help texts
     recipes: str  # folder of its recipes
     recipe: dict[str, Any] = field(default_factory=dict)  # keys to change in each
     sizes: dict[str, dict[str, Any]]  # keys for models of 1, 2 and 4 times the parameters
@@ -40,6 +41,7 @@ OWN = {corpus: corpus for corpus in ("proofs", "books", "edu")}
 
 TIERS = {
     "smoke": Tier(
+        summary="minutes on a CPU",
         recipes="smoke",
         recipe={"training.tokens": 49152},  # 12 steps
         sizes={"1x": {}, "2x": _width(96, 256, 6), "4x": _width(128, 512, 8)},
@@ -53,6 +55,7 @@ TIERS = {
         "Without --data the sources of Python's standard library stand for every corpus.",
     ),
     "small": Tier(
+        summary="one GPU",
         recipes="small",
         sizes={"1x": {}, "2x": _width(576, 1536, 9), "4x": _width(768, 2944, 12)},  # 34M, 66M, 134M parameters
         corpora=OWN,
@@ -65,6 +68,7 @@ TIERS = {
         "for the paper's.",
     ),
     "medium": Tier(
+        summary="the paper's sizes, 1% of its tokens",
         recipes="paper",
         recipe={
             "training.tokens": 400_000_000,  # 762 steps
@@ -83,6 +87,7 @@ TIERS = {
         "paper's.",
     ),
     "paper": Tier(
+        summary="the paper's training in full",
         recipes="paper",
         sizes=PRESETS,
         corpora={"proofs": "proof-pile", "books": "pg19", "edu": "fineweb-edu"},

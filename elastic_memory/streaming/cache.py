@@ -11,7 +11,7 @@ from elastic_memory.memory import State
 from elastic_memory.shapes import Int, Tensor
 from elastic_memory.streaming import joining, memory_file
 from elastic_memory.streaming.reader import Reader
-from elastic_memory.streaming.texts import Part, digest, digest_text
+from elastic_memory.streaming.texts import ReadText, digest, digest_text
 
 TEXTS = 1000  # how many digests of texts a cache keeps, 32 characters each in a memory file
 
@@ -88,6 +88,15 @@ class MemoryCache(Reader):
             if self.clock == clock:
                 self.opened, self.columns = opened, columns
 
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Decode single tokens by captured steps in this context, as a static cache does."""
+        static, self.static = self.static, True
+        try:
+            yield
+        finally:
+            self.static = static
+
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     def holds(self, ids: Int[Tensor, "rows column"], mask: Int[Tensor, "rows column"] | None = None) -> bool:
@@ -106,7 +115,7 @@ class MemoryCache(Reader):
         ids = ids[len(ids) - seen - opened :]
         if opened and not torch.equal(ids[seen:], self.tokens[row, :opened].cpu()):  # type: ignore[index]
             return False
-        for part in [*self.parts[row], Part(self.name, self._closed_tokens(row), known)]:
+        for part in [*self.parts[row], ReadText(self.name, self._closed_tokens(row), known)]:
             if digest_text(ids[: part.tokens], self.block_size) != part.digest:
                 return False
             ids = ids[part.tokens :]
@@ -132,13 +141,13 @@ class MemoryCache(Reader):
         self.close_rows(self.model.base_model, [row for row in range(self.batch) if self.opened[row]])
         self.parts, self.digests, self.name, self.decoding = parts, [""] * self.batch, None, False
 
-    def ended_parts(self, row: int) -> list[Part]:
+    def ended_parts(self, row: int) -> list[ReadText]:
         """The parts of a row, if the text that is being read ended here."""
         opened, known = self.opened[row], self.digests[row]
         if opened:
             known = digest(known, None if self.tokens is None else self.tokens[row, :opened].cpu())
         tokens = self._closed_tokens(row) + opened
-        return [*self.parts[row], Part(self.name, tokens, known)] if tokens else self.parts[row]
+        return [*self.parts[row], ReadText(self.name, tokens, known)] if tokens else self.parts[row]
 
     def _closed_tokens(self, row: int) -> int:
         """Tokens in memory of the text that is being read."""
@@ -171,7 +180,7 @@ class MemoryCache(Reader):
 
     # -- states made elsewhere: joined, compressed in parallel, loaded -------------------------------------------------
 
-    def prepend(self, states: dict[int, State], parts: list[list[Part]], columns: int, texts: list[str]) -> None:
+    def prepend(self, states: dict[int, State], parts: list[list[ReadText]], columns: int, texts: list[str]) -> None:
         """Have read other `parts` first: `states`, by layer, are those after them and all that is in memory here."""
         self.before = None
         for row, ended in enumerate(parts):
@@ -226,7 +235,7 @@ class MemoryCache(Reader):
         self.seen, self.columns = list(described["seen"]), described["columns"]
         self.digests = described.get("digests", [None] * rows)
         self.name, self.texts = described.get("name"), described["texts"]
-        self.parts = [[Part(*part) for part in row] for row in described.get("parts") or [()] * rows]
+        self.parts = [[ReadText(*part) for part in row] for row in described.get("parts") or [()] * rows]
         rope = self.model.base_model.rope()
         for layer, stream, named in zip(self.owner, self.streams, layers, strict=True):
             stream.restore(named, self.seen, layer.host(rope), self.model.dtype)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -15,9 +14,11 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from elastic_memory.common.files import whole_file
+from elastic_memory.common.strict import unique_keys
 from elastic_memory.shapes import Tensor
 from elastic_memory.streaming.fingerprint import IN_EFFECT, given, settings, weights_hash
-from elastic_memory.streaming.texts import Part
+from elastic_memory.streaming.texts import ReadText
 
 if TYPE_CHECKING:
     from elastic_memory.streaming.cache import MemoryCache
@@ -83,26 +84,8 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
     metadata = json.dumps(header)
     if len(json.dumps(metadata)) > LARGEST_HEADER - 2**16:  # leaves room for the descriptions of tensors
         raise ValueError(f"{path}: {sum(map(len, cache.parts)):,} parts are more than the header of a file can list")
-    _write(path, safetensors.torch.save(tensors, metadata={"elastic_memory": metadata}))
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace `path` in one step by a file that is on disk; every writer has its own temporary file."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with whole_file(path, shared=True) as file:
+        file.write(safetensors.torch.save(tensors, metadata={"elastic_memory": metadata}))
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -112,7 +95,7 @@ def describe(path: Path) -> dict[str, Any]:
         _check_version(path, header)
         config = header.get("config")
         if not isinstance(config, dict) or type(config.get("block_size")) is not int or config["block_size"] < 1:
-            raise ValueError(f"{path}: not a memory file (its blocks have no size)")
+            raise ValueError(f"{path}: not a memory file (it has no block size)")
         _check_clock(path, header, 2**62 if config.get("local_attention") == "full" else config["block_size"])
         file.seek(0)
         _tensors(path, header, file.read())
@@ -186,8 +169,8 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, 
     if size < 8 or length > min(LARGEST_HEADER, size - 8):
         raise ValueError(f"{path}: not a memory file (its header claims {length:,} bytes of {size:,})")
     try:
-        header = json.loads(file.read(length), object_pairs_hook=_unique)
-        metadata = json.loads(header.pop("__metadata__")["elastic_memory"], object_pairs_hook=_unique)
+        header = json.loads(file.read(length), object_pairs_hook=unique_keys)
+        metadata = json.loads(header.pop("__metadata__")["elastic_memory"], object_pairs_hook=unique_keys)
         if not isinstance(metadata, dict):
             raise ValueError("its metadata is not an object")
         described = {name: _description(about) for name, about in header.items()}
@@ -207,13 +190,6 @@ def _description(about: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     if not sound or not all(type(number) is int and 0 <= number < 2**62 for number in sizes):
         raise ValueError(f"{about} describes no tensor")
     return dtype, tuple(shape)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError("duplicate keys")
-    return dict(pairs)
 
 
 def _check_version(path: Path, header: dict[str, Any]) -> None:
@@ -247,7 +223,7 @@ def _check_owner(path: Path, header: dict[str, Any], model: Any, force: bool) ->
 
 def _differences(there: Any, here: dict[str, Any]) -> str:
     if not isinstance(there, dict):
-        return "it does not say which"
+        return "the file does not list them"
     different = [f"{key}: {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
     return "; ".join(different)[:500]
 
@@ -258,10 +234,8 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         isinstance(seen, list)
         and isinstance(opened, list)
         and 0 < len(seen) == len(opened) <= 2**16
-        and all(type(n) is int and 0 <= n < 2**62 for n in seen)
+        and all(type(n) is int and 0 <= n < 2**62 for n in [*seen, columns])
         and all(type(n) is int and 0 <= n <= min(block_size, 2**31) for n in opened)
-        and type(columns) is int
-        and 0 <= columns < 2**62
         and isinstance(digests := header.get("digests", [None] * len(seen)), list)
         and len(digests) == len(seen)
         and isinstance(texts := header.get("texts"), list)
@@ -269,14 +243,15 @@ def _check_clock(path: Path, header: dict[str, Any], block_size: int) -> None:
         and None not in texts
     )
     if not good or not _parts_fit(header, block_size):
-        raise ValueError(f"{path}: its clock is impossible: seen {seen}, open {opened}, columns {columns}"[:300])
+        counts = f"{seen} in memory, {opened} in open blocks, {columns} columns"
+        raise ValueError(f"{path}: its token counts are impossible: {counts}"[:300])
 
 
 def _parts_fit(header: dict[str, Any], block_size: int) -> bool:
     """Whether the parts are well formed, and what follows them in memory is whole blocks."""
     seen, name = header["seen"], header.get("name")
     try:
-        parts = [[Part(*part) for part in row] for row in header.get("parts") or [()] * len(seen)]
+        parts = [[ReadText(*part) for part in row] for row in header.get("parts") or [()] * len(seen)]
     except TypeError:
         return False
     sound = all(

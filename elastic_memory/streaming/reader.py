@@ -18,7 +18,7 @@ from elastic_memory.memory import ParallelMemory
 from elastic_memory.shapes import Float, Int, Tensor
 from elastic_memory.streaming.layer_cache import LayerCache, Segment
 from elastic_memory.streaming.packing import Packing, from_mask
-from elastic_memory.streaming.texts import Part, digest
+from elastic_memory.streaming.texts import ReadText, digest
 
 AT_ONCE = 2**14  # tokens of whole blocks that are read together: enough for large matrix products, little to hold
 
@@ -46,7 +46,7 @@ class Reader(Cache):
         self.columns = 0  # columns fed so far, padding included
         self.tokens: Tensor | None = None  # ids of the open block
         self.name: str | None = None  # of the text that is being read
-        self.parts: list[list[Part]] = []  # texts that have ended before it, by row
+        self.parts: list[list[ReadText]] = []  # texts that have ended before it, by row
         self.digests: list[str | None] = []  # of its ids in memory, by row; None if they are unknown
         self.texts: list[str] = []  # digests of the texts that callers noted as read, newest last
         self.decoder: Any = None  # of fast/
@@ -227,10 +227,8 @@ class Reader(Cache):
                 if self.tokens is not None:
                     grown[:, : self.tokens.shape[1]] = self.tokens
                 self.tokens = grown
-            places = torch.tensor(self.opened, device=ids.device)[:, None] + torch.arange(
-                ids.shape[1], device=ids.device
-            )
-            self.tokens.scatter_(1, places, ids)
+            starts = torch.tensor(self.opened, device=ids.device)[:, None]
+            self.tokens.scatter_(1, starts + torch.arange(ids.shape[1], device=ids.device), ids)
         self.opened = [opened + take for opened, take in zip(self.opened, takes, strict=True)]
 
     def record(self) -> None:

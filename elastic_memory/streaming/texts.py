@@ -6,7 +6,7 @@ from typing import NamedTuple
 from elastic_memory.shapes import Int, Tensor
 
 
-class Part(NamedTuple):
+class ReadText(NamedTuple):
     """A text that was read to its end, where its last block ended too."""
 
     name: str | None

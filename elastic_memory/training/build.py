@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 import elastic_memory as em
 from elastic_memory.data.start import StartingModel
 from elastic_memory.model.attach import SAVED
+from elastic_memory.model.configuration import head_dim
 from elastic_memory.training.lora import add_lora
 from elastic_memory.training.recipe import Recipe
 
@@ -93,11 +94,6 @@ def flops_per_token(config: Any, length: int) -> float:
     window = local.get("window") or size
     keys = {"block": size / 2, "sliding": window, "full": length / 2}[local["local_attention"]]
     return 6 * matrices + 12 * config.num_hidden_layers * keys * width
-
-
-def head_dim(config: Any) -> int:
-    """Features of a head; some families leave them to the width."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}

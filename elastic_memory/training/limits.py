@@ -9,7 +9,8 @@ from transformers.integrations.integration_utils import get_available_reporting_
 
 import elastic_memory as em
 from elastic_memory.data.start import StartingModel
-from elastic_memory.training.build import build_config, head_dim
+from elastic_memory.model.configuration import head_dim
+from elastic_memory.training.build import build_config
 from elastic_memory.training.lora import check_lora
 from elastic_memory.training.recipe import Recipe
 

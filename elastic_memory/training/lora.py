@@ -30,7 +30,7 @@ def add_lora(model: Any, lora: Lora) -> None:
 
 
 def merge_lora(model: Any) -> None:
-    """Add each adapter to its matrix, and put the matrix back in its place."""
+    """Add each adapter to its matrix, and replace the adapted module by the plain one."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapters = {name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)}

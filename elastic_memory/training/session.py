@@ -17,8 +17,8 @@ from accelerate.utils.memory import should_reduce_batch_size
 from safetensors import SafetensorError
 
 from elastic_memory.common.checksums import IncompleteError, write_manifest
-from elastic_memory.common.environment import environment, is_main, peak_memory
-from elastic_memory.common.files import DISK_FULL, publish, write_json, write_text
+from elastic_memory.common.environment import environment, free_memory, is_main, peak_memory
+from elastic_memory.common.files import DISK_FULL, whole_folder, write_json, write_text
 from elastic_memory.common.locks import locked
 from elastic_memory.common.progress import console
 from elastic_memory.common.strict import read_json, read_yaml
@@ -206,9 +206,7 @@ class Session:
                 self._restart(unstable, step)
             else:
                 self._out_of_memory(memory, step)
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_memory()
 
     def _starting_point(self) -> int:
         """The step of the newest intact checkpoint, 0 if there is none; found by the main process, shared with all."""
@@ -285,12 +283,10 @@ class Session:
             f"{peak_memory():,} bytes in use at most ({cause})"
         )
         if execution.on_oom == "stop" or size == 1 or self.everyone.num_processes > 1:
-            advice = (
-                f"--set execution.micro_batch={size // 2}"
-                if size > 1
-                else "--set execution.gradient_checkpointing=true"
+            change = f"micro_batch={size // 2}" if size > 1 else "gradient_checkpointing=true"
+            raise StoppedError(
+                f"{text}; checkpoints are untouched. Try --set execution.{change} --resume --new-machine"
             )
-            raise StoppedError(f"{text}; checkpoints are untouched. Try {advice} --resume --new-machine")
         run.event("out of memory", step=step, micro_batch=size // 2, reason=text)
         tell(f"{text}; continuing with micro-batches of {size // 2} and the same global batch")
 
@@ -315,17 +311,15 @@ class Session:
         return result
 
     def _write_model(self, network: Any, state: Any, result: dict[str, Any]) -> None:
-        run, staged = self.run, self.run.folder / ".model.saving"
-        shutil.rmtree(staged, ignore_errors=True)
+        run = self.run
         try:
-            with checkpoints.saving(staged):
+            with whole_folder(run.model) as staged:
                 network.save_pretrained(staged, state_dict=state)
                 shutil.copytree(self.rows.folder / "tokenizer", staged, dirs_exist_ok=True)
                 write_json(staged / "training.json", result)
                 write_text(staged / "README.md", model_card(run.recipe, result, network, self.rows.manifest["source"]))
                 write_manifest(staged, run.digest, result["steps"], without=("README.md",))  # the card may be edited
                 shutil.rmtree(run.model, ignore_errors=True)
-                publish(staged, run.model)
         except (OSError, SafetensorError) as error:
             raise run.unwritten("the model", error) from error
 

@@ -105,5 +105,5 @@ def test_clocks_that_race_or_stop_stay_finite(faster, seed, size):
 
 
 def test_a_rate_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="rate='fast': there are constant, learned, content"):
+    with pytest.raises(ValueError, match="rate='fast': give one of constant, learned, content"):
         fresh("clock", memory_options={"rate": "fast"})

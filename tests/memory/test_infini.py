@@ -132,9 +132,9 @@ def test_the_oracles_sigma_is_elu_plus_one():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"update": "hebb"}, "update='hebb': there are delta, linear"),
-        ({"memory_norm": True}, "memory_norm=True: there are output, qk, none"),
-        ({"first_block": "zeros"}, "first_block='zeros': there are bypass, zero"),
+        ({"update": "hebb"}, "update='hebb': give one of delta, linear"),
+        ({"memory_norm": True}, "memory_norm=True: give one of output, qk, none"),
+        ({"first_block": "zeros"}, "first_block='zeros': give one of bypass, zero"),
         ({"order": 7}, "no option 'order'"),
     ],
 )

@@ -79,7 +79,7 @@ def test_weights_of_another_block_size_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"first_block": "zero"}, "first_block='zero': there are omit, zeros"), ({"points": 3}, "no option 'points'")],
+    [({"first_block": "zero"}, "first_block='zero': give one of omit, zeros"), ({"points": 3}, "no option 'points'")],
 )
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

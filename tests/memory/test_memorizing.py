@@ -54,9 +54,9 @@ def test_a_detached_queue_gives_no_gradient_and_the_same_outputs():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"combine": "sum"}, "combine='sum': there are gate, joint"),
-        ({"positions": "true"}, "positions='true': there are none, query, full"),
-        ({"combine": "joint"}, "one softmax of rotated queries: give positions 'query' or 'full'"),
+        ({"combine": "sum"}, "combine='sum': give one of gate, joint"),
+        ({"positions": "true"}, "positions='true': give one of none, query, full"),
+        ({"combine": "joint"}, "needs positions: its softmax has rotated queries; give 'query' or 'full'"),
         ({"order": 0}, "a queue of 0 tokens"),
     ],
 )

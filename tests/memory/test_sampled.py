@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_memory.memory import Block
-from elastic_memory.memory.sampled import Rule, survivors
+from elastic_memory.memory.sampled import Choice, survivors
 from elastic_memory.sampling import SAMPLINGS
 from tests.memory.cases import BLOCK, fresh, logits, memory_of, tokens, with_weights_of
 from tests.oracles import sampled as oracle
@@ -14,7 +14,7 @@ from tests.oracles import sampled as oracle
 @given(order=st.integers(1, 40), size=st.integers(1, 50), blocks=st.integers(2, 12))
 @settings(max_examples=20)
 def test_the_tokens_that_stay(sampling, order, size, blocks):
-    rule, kept = Rule(order, sampling, ()), []
+    rule, kept = Choice(order, sampling, ()), []
     for seen, left in zip(range(size, blocks * size, size), survivors(rule, size, blocks), strict=True):
         kept = oracle.keep(kept + list(range(seen - size, seen)), rule, seen)
         assert left.tolist() == kept
@@ -24,7 +24,7 @@ def test_the_tokens_that_stay(sampling, order, size, blocks):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_long_stream_stays_near_the_sample_points(sampling):
     """Against a choice from the whole history, in units of the distance between neighbours there."""
-    rule, size, blocks = Rule(32, sampling, ()), 64, 300
+    rule, size, blocks = Choice(32, sampling, ()), 64, 300
     off = []
     for seen, kept in zip(range(size, blocks * size, size), survivors(rule, size, blocks), strict=True):
         if seen % (20 * size) == 0:

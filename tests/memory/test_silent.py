@@ -15,7 +15,7 @@ from elastic_memory.attention import SILENT, with_features
 from elastic_memory.memory import MEMORIES, Geometry, Memory
 from elastic_memory.memory.counts import gates
 from elastic_memory.model.attach import FAMILIES
-from elastic_memory.model.parts import MemoryAttention
+from elastic_memory.model.decoder_layer import MemoryAttention
 from elastic_memory.report.attention_view import views
 from elastic_memory.streaming.fingerprint import fingerprint
 from elastic_memory.training.trainer import parameter_groups
@@ -243,7 +243,7 @@ def test_the_explorer_shows_what_is_heard():
 
 def test_bad_input():
     for call, message in [
-        (lambda: fresh("none", memory_options={"silent": True}), "nothing could be silent"),
+        (lambda: fresh("none", memory_options={"silent": True}), "silent=True has no effect"),
         (lambda: fresh("elastic", memory_options={"silent": "yes"}), "give True or False"),
         (lambda: fresh("elastic", memory_options={"silen": True}), "did you mean 'silent'"),
     ]:

@@ -122,7 +122,7 @@ def test_nothing_is_overwritten(llama, attached, tmp_path):
     with pytest.raises(ValueError, match="exists: name a new folder"):
         attach(str(llama), attached, **ATTACHED)
     assert (attached / "manifest.json").read_bytes() == before
-    with pytest.raises(ValueError, match="has a memory already"):
+    with pytest.raises(ValueError, match="already has a memory"):
         attach(str(attached), tmp_path / "again", **ATTACHED)
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):

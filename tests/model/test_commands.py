@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import elastic_memory as em
 from elastic_memory.cli import app
-from elastic_memory.commands import selfcheck
 from elastic_memory.data import load_tokenizer
+from elastic_memory.evaluation import selfcheck
 
 
 def generate(*arguments):
@@ -119,4 +119,4 @@ def test_selfcheck_finds_what_is_wrong(monkeypatch):
     found = {name: error <= bound for name, error, bound in selfcheck.checks("cpu")}
     assert not found["elastic: streamed = one call"]
     assert not found["elastic: padded = alone"]
-    assert found["elastic: the past does not know the future"]
+    assert found["elastic: causal: later tokens change nothing"]

@@ -141,9 +141,9 @@ def test_no_token_is_lost_between_window_and_memory(case):
         (
             "memorizing joint full",
             dict(local_attention="sliding", memory_options=dict(detach_every=2)),
-            "gradients no detach_memory or detach_every cuts",
+            "gradients detach_memory and detach_every cannot cut",
         ),
-        ("recent", dict(local_attention="sliding", memory_options=dict(detach_every=2)), "gradients no detach_memory"),
+        ("recent", dict(local_attention="sliding", memory_options=dict(detach_every=2)), "gradients detach_memory"),
     ],
 )
 def test_what_has_no_meaning_is_refused(case, options, message):

@@ -230,7 +230,7 @@ def test_crafted_digests_are_refused(digest, saved):
         header["__metadata__"]["elastic_memory"] = json.dumps(about)
 
     describe(path, forge)
-    with pytest.raises(ValueError, match="its clock is impossible"):
+    with pytest.raises(ValueError, match="its token counts are impossible"):
         em.MemoryCache.load(path, model)
 
 

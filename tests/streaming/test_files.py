@@ -190,7 +190,7 @@ def rewrite(path, change):
     [
         (lambda h: h.update(version=1), "version 1; this release reads 2: read the text again"),
         (lambda h: h.update(version=3), "version 3"),
-        (lambda h: h.pop("settings"), "other settings: it does not say which"),
+        (lambda h: h.pop("settings"), "other settings: the file does not list them"),
         (lambda h: h["settings"].update(rms_norm_eps=0.1), "other settings: rms_norm_eps: 0.1 there, 1e-05 here"),
         (lambda h: h.update(seen=[3, 3]), "clock"),
         (lambda h: h.update(seen=[-8, -8]), "clock"),

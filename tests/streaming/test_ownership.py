@@ -43,7 +43,11 @@ def fields(file: str, method: str) -> set[str]:
     return {found[1] for node in ast.walk(function) if (found := changed(node)) and found[0] == "self"} - PUBLIC
 
 
-FIELDS = fields("streaming/reader.py", "reset") | fields("streaming/layer_cache.py", "__init__")
+FIELDS = {
+    field
+    for file, method in (("reader", "__init__"), ("reader", "reset"), ("layer_cache", "__init__"))
+    for field in fields(f"streaming/{file}.py", method)
+}
 
 
 def writes(source: str, owner: str | None = None) -> list[str]:

@@ -25,10 +25,10 @@ def agrees(what: str, error: Callable[[], float], within: float) -> bool:
     except torch.OutOfMemoryError:
         raise
     except Exception as exception:  # whatever a compiler or a driver says: plain code runs instead
-        warnings.warn(f"{what} do not run here, plain code does instead: {exception}", stacklevel=2)
+        warnings.warn(f"{what} do not run here: PyTorch code is used instead ({exception})", stacklevel=2)
         return False
     if not found <= within:
-        warnings.warn(f"{what} are off by {found:.1e} here, plain code runs instead", stacklevel=2)
+        warnings.warn(f"{what} have a relative error of {found:.1e} here: PyTorch code is used instead", stacklevel=2)
     return found <= within
 
 

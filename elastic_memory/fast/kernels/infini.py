@@ -21,8 +21,8 @@ from elastic_memory.fast.kernels.infini_programs import (
     fold_gradient_kernel,
     fold_kernel,
     matrix_gradient_kernel,
-    recall_gradient_kernel,
-    recall_kernel,
+    mix_gradient_kernel,
+    mix_kernel,
 )
 from elastic_memory.shapes import Float, Tensor
 
@@ -31,15 +31,15 @@ CHUNK = 1024  # tokens of a program
 COLUMNS = 16  # of a matrix, where one program goes from block to block
 # Of each kernel, as an H200 likes it, in shared memory that an A100 has too; folding has as many warps as keep two
 # matrices in registers.
-RECALL = {"num_warps": 4, "num_stages": 1}
-RECALL_GRADIENT = {"num_warps": 4, "num_stages": 1}
+MIX = {"num_warps": 4, "num_stages": 1}
+MIX_GRADIENT = {"num_warps": 4, "num_stages": 1}
 MATRIX_GRADIENT = {"num_warps": 4, "num_stages": 3}
 FOLD = {"num_warps": 8, "num_stages": 3}
 FOLD_GRADIENT = {"num_warps": 4, "num_stages": 1}
 CHAIN = {"num_warps": 4, "num_stages": 1}
 
 
-def recall(
+def mix(
     feature: Float[Tensor, "batch block head token dim"],
     local: Float[Tensor, "batch block head token dim"],
     matrix: Float[Tensor, "batch read kv_head dim dim"],
@@ -57,7 +57,7 @@ def recall(
     matrix, normaliser = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (matrix, normaliser))
     first = blocks - reads
     matrix, normaliser = F.pad(matrix, (0, 0) * 3 + (first, 0)), F.pad(normaliser, (0, 0) * 2 + (first, 0))
-    return _recall(feature, local, matrix, normaliser, gate, first, real, norm)
+    return _mix(feature, local, matrix, normaliser, gate, first, real, norm)
 
 
 def fold(
@@ -93,24 +93,24 @@ def _strided(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("elastic_memory::infini_recall", mutates_args=())
-def _recall(
+@torch.library.custom_op("elastic_memory::infini_mix", mutates_args=())
+def _mix(
     feature: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, first: int, real: int, norm: bool
 ) -> Tensor:
     """`matrix` and `normaliser` are of each head of each block, zeros before the `first` that reads."""
     feature, local, mixed = _strided(feature), _strided(local), _laid_out(local)
     batch, blocks, heads, tokens, dim = local.shape
     with torch.cuda.device_of(local):
-        recall_kernel[(batch * blocks * heads, triton.cdiv(tokens, CHUNK))](
+        mix_kernel[(batch * blocks * heads, triton.cdiv(tokens, CHUNK))](
             feature, local, matrix.contiguous(), normaliser.contiguous(), gate, mixed, *feature.stride()[:4],
             *local.stride()[:4], *mixed.stride()[:4], blocks, heads, first, tokens, NORM=norm, REAL=real, CHUNK=CHUNK,
-            TILE=TILE, **_sizes(dim), **RECALL,
+            TILE=TILE, **_sizes(dim), **MIX,
         )  # fmt: skip
     return mixed
 
 
-@torch.library.custom_op("elastic_memory::infini_recall_backward", mutates_args=())
-def _recall_backward(
+@torch.library.custom_op("elastic_memory::infini_mix_backward", mutates_args=())
+def _mix_backward(
     gradient: Tensor, feature: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, gate: Tensor, first: int,
     real: int, norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -121,11 +121,11 @@ def _recall_backward(
     of_gate = normaliser.new_empty(batch, blocks, heads, triton.cdiv(tokens, CHUNK))
     of_matrix, of_normaliser = normaliser.new_empty(matrix.shape), normaliser.new_empty(normaliser.shape)
     with torch.cuda.device_of(local):
-        recall_gradient_kernel[(rows, of_gate.shape[-1])](
+        mix_gradient_kernel[(rows, of_gate.shape[-1])](
             gradient, feature, local, matrix.contiguous(), normaliser.contiguous(), gate, of_feature, of_local,
             of_product, of_weight, of_gate, *gradient.stride()[:4], *feature.stride()[:4], *local.stride()[:4],
             *of_local.stride()[:4], blocks, heads, first, tokens, NORM=norm, REAL=real, CHUNK=CHUNK, TILE=TILE,
-            **_sizes(dim), **RECALL_GRADIENT,
+            **_sizes(dim), **MIX_GRADIENT,
         )  # fmt: skip
         matrix_gradient_kernel[(rows,)](
             feature, of_product, of_weight, of_matrix, of_normaliser, *feature.stride()[:4], *of_product.stride()[:4],
@@ -199,12 +199,12 @@ def _(gradient: Tensor, known: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor
     return known.new_empty(known.shape), known.new_empty(known.shape)
 
 
-@_recall.register_fake
+@_mix.register_fake
 def _(feature: Tensor, local: Tensor, *_: Any) -> Tensor:
     return _laid_out(local)
 
 
-@_recall_backward.register_fake
+@_mix_backward.register_fake
 def _(
     gradient: Tensor, feature: Tensor, local: Tensor, matrix: Tensor, normaliser: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
@@ -230,9 +230,9 @@ def _remember(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.settings = [x for x in inputs if not isinstance(x, Tensor)]
 
 
-def _recall_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _mix_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: recomputation unpacks them a single time
-    *others, of_gate = _recall_backward(gradient, *saved, *ctx.settings)
+    *others, of_gate = _mix_backward(gradient, *saved, *ctx.settings)
     return *others, of_gate.to(saved[-1].dtype), None, None, None
 
 
@@ -249,5 +249,5 @@ def _chain_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _chain.register_autograd(_chain_gradients, setup_context=_remember_chain)
-_recall.register_autograd(_recall_gradients, setup_context=_remember)
+_mix.register_autograd(_mix_gradients, setup_context=_remember)
 _fold.register_autograd(_fold_gradients, setup_context=_remember)

@@ -56,7 +56,7 @@ def _scale(weight, square, NORM: tl.constexpr, REAL: tl.constexpr):
 
 
 @triton.jit
-def recall_kernel(
+def mix_kernel(
     feature, local, matrix, normaliser, gate, mixed, f0, f1, f2, f3, l0, l1, l2, l3, m0, m1, m2, m3,
     blocks, heads, first, tokens, NORM: tl.constexpr, REAL: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -82,13 +82,13 @@ def recall_kernel(
 
 
 @triton.jit
-def recall_gradient_kernel(
+def mix_gradient_kernel(
     gradient, feature, local, matrix, normaliser, gate, of_feature, of_local, of_product, of_weight, of_gate,
     g0, g1, g2, g3, f0, f1, f2, f3, l0, l1, l2, l3, o0, o1, o2, o3, blocks, heads, first, tokens,
     NORM: tl.constexpr, REAL: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of `recall_kernel` by token: features, local, products, weights and the gate."""
+    """Gradients of `mix_kernel` by token: features, local, products, weights and the gate."""
     row, begin, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK, tl.arange(0, WIDTH)
     gradient += _place(row, blocks, heads, g0, g1, g2)
     feature += _place(row, blocks, heads, f0, f1, f2)

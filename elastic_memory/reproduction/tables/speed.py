@@ -121,10 +121,7 @@ def _config(cell: tuple[str, str, str]) -> em.MemoryLlamaConfig:
     """The model of a cell: as it would be trained, on a GPU with padded heads, and with the memory of its column."""
     preset, name, column = cell
     settings = ROWS[name][0]
-    if column.endswith("x") and name not in (
-        "Transformer++",
-        "Infini-Transformer",
-    ):  # fixed by its heads
+    if column.endswith("x") and name not in ("Transformer++", "Infini-Transformer"):  # whose size is fixed
         settings = settings | {"memory_multiple": int(column[:-1])}
     return em.MemoryLlamaConfig.preset(preset, **settings, pad_heads=torch.cuda.is_available())
 

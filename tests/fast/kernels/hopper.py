@@ -60,8 +60,8 @@ def main() -> None:
         matrix, normaliser, gate = torch.zeros(1, 2, 8, dim, dim), torch.zeros(1, 2, 8, dim), torch.zeros(8)
         for norm in (True, False):
             reading = (tokens, tokens, matrix, normaliser, gate, 1, features, norm)
-            infini._recall(*reading)
-            infini._recall_backward(tokens, *reading)
+            infini._mix(*reading)
+            infini._mix_backward(tokens, *reading)
         infini._chain(matrix, matrix)
         infini._chain_backward(matrix, matrix, matrix)
         infini._fold(tokens, tokens, normaliser[:, :1])

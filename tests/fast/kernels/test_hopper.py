@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 SHARED = 227 * 1024  # bytes that a program can have
 LAUNCHED = {
-    "recall_kernel", "recall_gradient_kernel", "matrix_gradient_kernel", "fold_kernel", "fold_gradient_kernel",
+    "mix_kernel", "mix_gradient_kernel", "matrix_gradient_kernel", "fold_kernel", "fold_gradient_kernel",
     "chain_kernel", "_losses",
     "_climb", "_column", "_project", "_attend", "_merge", "_expand", "_contract",
 }  # fmt: skip

@@ -64,7 +64,7 @@ def compare(fast, slow, inputs, dtype, skip=()):
     ("blocks", "first", "heads", "kv_heads", "tokens", "dim", "features"),
     [(3, 1, 4, 2, 70, 24, 20), (2, 0, 2, 2, 64, 16, 16), (2, 1, 3, 1, 5, 96, 90), (2, 1, 1, 1, 1100, 2, 2)],
 )
-def test_recall(blocks, first, heads, kv_heads, tokens, dim, features, norm, device, dtype):
+def test_mix(blocks, first, heads, kv_heads, tokens, dim, features, norm, device, dtype):
     query = draw(2, blocks, tokens, heads, dim).to(device, dtype).transpose(2, 3).requires_grad_()
     local = draw(2, blocks, heads, tokens, dim).to(device, dtype).requires_grad_()
     matrix = draw(2, blocks - first, kv_heads, dim, dim).to(device).requires_grad_()
@@ -84,7 +84,7 @@ def test_recall(blocks, first, heads, kv_heads, tokens, dim, features, norm, dev
     skip = (3,) if norm and dtype == torch.bfloat16 else ()
 
     def fast(query, *inputs):
-        return (infini.recall(narrow_sigma(query, features), *inputs, features, norm),)
+        return (infini.mix(narrow_sigma(query, features), *inputs, features, norm),)
 
     compare(fast, slow, (query, local, matrix, normaliser, gate), dtype, skip)
 
@@ -170,8 +170,8 @@ def test_operations_keep_their_promises():
     gate = draw(2).requires_grad_()
     matrix, normaliser = draw(1, 3, 2, 6, 6).requires_grad_(), draw(1, 3, 2, 6).abs().requires_grad_()
     inputs = (tokens.detach().abs().requires_grad_(), tokens, matrix, normaliser, gate, 1, 4, True)
-    torch.library.opcheck(infini._recall, inputs)
-    torch.library.opcheck(infini._recall_backward, (tokens, *inputs), test_utils=PROMISES)
+    torch.library.opcheck(infini._mix, inputs)
+    torch.library.opcheck(infini._mix_backward, (tokens, *inputs), test_utils=PROMISES)
     known, added = draw(1, 3, 2, 6, 6).requires_grad_(), draw(1, 3, 2, 6, 6).mT.requires_grad_()
     torch.library.opcheck(infini._chain, (known, added))
     torch.library.opcheck(infini._chain_backward, (added, known, known), test_utils=PROMISES)
@@ -210,7 +210,7 @@ def test_blocks_that_read_nothing_do_not_notice():
     local = draw(1, 2, 1, 8, 16).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     matrix = torch.full((1, 1, 1, 16, 16), torch.inf, device=device)
     normaliser, gate = torch.ones(1, 1, 1, 16, device=device), torch.zeros(1, device=device)
-    mixed = infini.recall(narrow_sigma(local, 16), local, matrix, normaliser, gate, 16, True)
+    mixed = infini.mix(narrow_sigma(local, 16), local, matrix, normaliser, gate, 16, True)
     assert torch.equal(mixed[:, 0], local[:, 0]) and mixed[:, 1].isnan().all()
 
 
@@ -235,10 +235,10 @@ def test_they_are_not_needed(ids):
 def test_they_are_checked_before_use(device, dtype, monkeypatch):
     assert module._error(torch.device(device), 16, dtype) < TOLERANCE[dtype]
     monkeypatch.setattr(module, "_error_of", lambda norm, *_: 0.0 if norm == "output" else torch.nan)
-    with pytest.warns(UserWarning, match="heads of 96 are off by nan here, plain code runs instead"):
+    with pytest.warns(UserWarning, match="heads of 96 have a relative error of nan here: PyTorch code is used"):
         assert not module._agrees.__wrapped__(device, 96)
     monkeypatch.setattr(module, "_error", lambda *_: 0.5)
-    with pytest.warns(UserWarning, match="heads of 96 are off by 5.0e-01 here, plain code runs instead"):
+    with pytest.warns(UserWarning, match="heads of 96 have a relative error of 5.0e-01 here: PyTorch code is used"):
         assert not module._agrees.__wrapped__(device, 96)
 
 

@@ -52,7 +52,7 @@ def warn_of_defaults(settings: Any, place: Any) -> None:
     if left:
         said = ", ".join(f"{name}={value!r}" for name, value in left.items())
         warnings.warn(
-            f"{place}: memory {settings.memory!r} was saved without the options that nobody gave, and has today's "
-            f"defaults: {said}. If it was trained with others, give them",
+            f"{place} does not record which defaults its memory {settings.memory!r} was trained with. Those of this "
+            f"version are used: {said}. If it was trained with others, give them",
             stacklevel=3,
         )

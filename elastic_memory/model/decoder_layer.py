@@ -12,8 +12,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from elastic_memory.attention import masked, multiple_of_8, trapezoidal, weight_of, with_features
 from elastic_memory.memory import Memory, Reading
+from elastic_memory.memory.contract import Heads
 from elastic_memory.model.locality import Locality
-from elastic_memory.model.rope import Heads, Rope
+from elastic_memory.model.rope import Rope
 from elastic_memory.shapes import Bool, Float, Tensor
 
 Hidden = Float[Tensor, "batch token width"]

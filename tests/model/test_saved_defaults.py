@@ -83,7 +83,7 @@ def test_a_model_saved_without_them_says_which_defaults_it_has(auto, tmp_path):
     del values["memory_defaults"]
     file.write_text(json.dumps(values))
     loader = AutoConfig if auto else em.MemoryLlamaConfig
-    with pytest.warns(UserWarning, match="today's defaults: update='delta', memory_norm='none', first_gate=-3.0"):
+    with pytest.warns(UserWarning, match="this version are used: update='delta', memory_norm='none', first_gate=-3.0"):
         config = loader.from_pretrained(tmp_path)
     assert config.memory_options is None
 
@@ -119,7 +119,7 @@ def test_an_attached_memory_saved_without_them_says_which_defaults_it_has(tmp_pa
     model = em.attach_memory(attachable(), memory="infini", block_size=8)
     del model.config.memory_defaults
     model.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="today's defaults: layers=.0, 1, 2., update='delta'"):
+    with pytest.warns(UserWarning, match="this version are used: layers=.0, 1, 2., update='delta'"):
         em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
