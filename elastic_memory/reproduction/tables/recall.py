@@ -57,7 +57,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RecallRun:
     """One model for one task with one seed."""
 
     tier: str
@@ -83,7 +83,7 @@ def run(
     """Train and ask what is missing, within the minutes given, and make the table from all records."""
     plan, done = PLANS[tier], True
     jobs = [
-        Job(tier=tier, task=task, row=row, seed=seed)
+        RecallRun(tier=tier, task=task, row=row, seed=seed)
         for seed in range(1, plan["seeds"] + 1)
         for task in plan["tasks"]
         for row in plan["rows"]
@@ -101,7 +101,7 @@ def run(
     return table
 
 
-def read(out: Path, job: Job) -> dict[str, Any] | None:
+def read(out: Path, job: RecallRun) -> dict[str, Any] | None:
     """The record of a job; None if it is still to do."""
     path = out / "runs" / f"{job.name}.json"
     if not path.exists():
@@ -112,7 +112,7 @@ def read(out: Path, job: Job) -> dict[str, Any] | None:
     return found
 
 
-def _complete_all(jobs: Sequence[Job], out: Path, minutes: float | None, parallel: int) -> bool:
+def _complete_all(jobs: Sequence[RecallRun], out: Path, minutes: float | None, parallel: int) -> bool:
     """One after another with bars, or in processes of their own; False if something failed."""
     if minutes is None and parallel == 1:
         with Bars() as progress:
@@ -129,7 +129,7 @@ def _complete_all(jobs: Sequence[Job], out: Path, minutes: float | None, paralle
     return not scheduler.failed
 
 
-def complete(job: Job, out: Path, report: Any = lambda step, loss: None) -> None:
+def complete(job: RecallRun, out: Path, report: Any = lambda step, loss: None) -> None:
     """Train a model, ask it at every distance in each of its readings, and write the record."""
     plan, begun, device = PLANS[job.tier], time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
     memory, losses = plan["rows"][job.row], []
@@ -240,4 +240,4 @@ def _note(tier: str, records: Sequence[dict[str, Any]]) -> str:
 if __name__ == "__main__":
     end_with_scheduler()
     given, folder = json.loads(sys.argv[1])
-    complete(Job(**given), Path(folder))
+    complete(RecallRun(**given), Path(folder))
