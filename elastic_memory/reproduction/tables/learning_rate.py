@@ -16,4 +16,5 @@ EXPERIMENT = Experiment(
     },
     seeds={"proofs": 1},
     tiers=("small",),
+    note="Full attention has no memory: its figure in parentheses is what it loses when it sees no earlier block.",
 )
