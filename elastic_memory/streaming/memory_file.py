@@ -116,7 +116,9 @@ def load(cache: "MemoryCache", path: Path, force: bool) -> None:
         _check_clock(path, header, cache.block_size)
         seen, opened = header["seen"], header["opened"]
         cache.begin(len(seen), torch.device("meta"))  # shapes only: nothing is allocated before the file is checked
-        expected = _expected(cache, seen, max(opened), described)
+        stored = described.get("layers.0.open.key", ("", ()))[0] if force else ""
+        dtype = DTYPES.get(stored, cache.model.dtype)
+        expected = _expected(cache, seen, max(opened), described, dtype)
         if described != expected:
             wrong = sorted(set(described.items()) ^ set(expected.items()))[:3]
             raise ValueError(f"{path}: its tensors do not fit this model, for example {wrong}")
@@ -156,7 +158,8 @@ def _fill(cache: "MemoryCache", header: dict[str, Any], tensors: dict[str, Tenso
     for name, tensor in tensors.items():
         if name != "tokens":
             _, index, rest = name.split(".", 2)
-            layers[int(index)][rest] = tensor.to(device)
+            dtype = torch.float32 if rest.startswith("state.") else cache.model.dtype
+            layers[int(index)][rest] = tensor.to(device, dtype)
     cache.restore(header, None if ids is None else ids.to(device), layers)
     if "open.key" not in layers[0]:
         cache.read_open_again()
@@ -268,14 +271,18 @@ def _parts_fit(header: dict[str, Any], block_size: int) -> bool:
 
 
 def _expected(
-    cache: "MemoryCache", seen: list[int], longest: int, described: dict[str, tuple[str, tuple[int, ...]]]
+    cache: "MemoryCache",
+    seen: list[int],
+    longest: int,
+    described: dict[str, tuple[str, tuple[int, ...]]],
+    precision: torch.dtype,
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The tensors that a file of this model must hold; it may have been saved `exact` or not."""
+    """The tensors that a file of this model, in some precision, must hold; it may have been saved `exact` or not."""
     config, batch = cache.model.config, len(seen)
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     exact = any(".open." in name for name in described)
     names = {torch_type: name for name, torch_type in DTYPES.items()}
-    dtype = names[cache.model.dtype]
+    dtype = names[precision]
     heads, dim = cache.memories[0].geometry.kv_heads, cache.memories[0].geometry.head_dim
     if "tokens" in described or not exact:
         expected["tokens"] = ("I64", (batch, longest))

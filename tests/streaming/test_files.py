@@ -173,6 +173,20 @@ def test_force_accepts_other_weights_of_equal_shape(saved):
         em.MemoryCache.load(path, small_model(memory_order=12), force=True)
 
 
+@pytest.mark.parametrize("local", ["block", "sliding"])
+@torch.no_grad()
+def test_force_accepts_the_same_model_in_another_precision(local, tmp_path):
+    """A window is always stored as numbers: in the precision of the model that read the text."""
+    model, ids = small_model(local_attention=local), torch.randint(0, 60, (2, 35))
+    cache = em.MemoryCache(model)
+    model(ids[:, :29], past_key_values=cache)
+    cache.save(tmp_path / "memory", exact=True)
+    double = small_model(local_attention=local).double()
+    loaded = em.MemoryCache.load(tmp_path / "memory", double, force=True)
+    found = double(ids[:, 29:], past_key_values=loaded).logits.float()
+    torch.testing.assert_close(found, model(ids[:, 29:], past_key_values=cache).logits, atol=1e-4, rtol=0)
+
+
 def rewrite(path, change):
     """Change the header's own description of the file and write it back."""
     raw = path.read_bytes()
