@@ -153,7 +153,7 @@ def complete(job: RecallRun, out: Path, report: Any = lambda step, loss: None) -
         "loss": statistics.fmean(losses[-50:]),
         "answers": answers,
         "seconds": round(time.monotonic() - begun, 1),
-        "environment": environment() | {"torch": torch.__version__, "device": hardware()},
+        "environment": environment() | {"device": hardware()},
     }
     (out / "runs").mkdir(parents=True, exist_ok=True)
     write_json(out / "runs" / f"{job.name}.json", record)
