@@ -43,7 +43,7 @@ def test_from_signals_to_a_report_and_again_without_doing_it_twice(tmp_path, mon
     assert len(list((tmp_path / "memories").iterdir())) == 2
     assert all(file.stat().st_size <= 20 * 1024 for file in (tmp_path / "memories").iterdir())
     assert re.search(r"book-0.memory.safetensors: said [A-P]{2}, asked after loading, answered [A-P?]{2}\n", shown)
-    (elastic, without) = sorted(runs(tmp_path))
+    (elastic, without) = sorted(runs(tmp_path))  # with memory, without memory
     assert {json.loads(file.read_text())["tokens"] for file in runs(tmp_path).values()} == {TOKENS}
     measured = {
         name: json.loads((tmp_path / "results" / f"{name}.json").read_text())["metrics"]["ppl"]

@@ -30,6 +30,11 @@ BOOK_BLOCKS = 9
 
 BLOCK, LENGTH, STEP = 16, 512, 4096  # bytes of a block, of a row, and of an optimizer step
 HELD_OUT_ROWS = 128
+LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
+    "without-memory": {"preset": "tiny", "memory": "none", "config": {"block_size": BLOCK}},
+    "with-memory": {"preset": "tiny", "memory": "elastic", "sampling": "exponential", "memory_multiple": 4,
+                    "config": {"block_size": BLOCK, "memory_points": 64}},
+}  # fmt: skip
 
 
 def demo(
@@ -265,21 +270,22 @@ def _language_model(out: Path, tokens: int, seed: int, console: Console) -> tupl
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what a corpus is made of
         prepare(["stdlib"], tokenizer="bytes", length=LENGTH, out=out / "data")
     measured = {}
-    for memory in ("none", "elastic"):
-        run = _train(out, memory, tokens, seed)
+    for name in LANGUAGE_MODELS:
+        run = _train(out, name, tokens, seed)
         file = out / "results" / f"{run.name}.json"
         if not file.exists():
             with contextlib.redirect_stdout(io.StringIO()):  # what it prints is said below
                 protocols, data = ["P0", "P4"], out / "data"
                 evaluate(str(run), data=data, limit=HELD_OUT_ROWS, batch_size=16, protocol=protocols, out=file)
-        measured[memory] = read_json(file)["metrics"]["ppl"]
-    table = _compared(measured["elastic"]["P0"], measured["elastic"]["P4"], measured["none"]["P0"])
+        measured[name] = read_json(file)["metrics"]["ppl"]
+    without, own = measured.values()
+    table = _compared(own["P0"], own["P4"], without["P0"])
     console.print(table.rich())
     write_text(out / "results" / "language-models.md", table.markdown())
-    names = "perplexity is higher if its memory is erased", "perplexity is higher if trained without memory"
+    seen = "perplexity is higher if its memory is erased", "perplexity is higher if trained without memory"
     return run, [
-        (f"language model: {name}", f"{rise}, in {blocks} blocks")
-        for name, (*_, rise, blocks) in zip(names, table.rows[1:], strict=True)
+        (f"language model: {what}", f"{rise}, in {blocks} blocks")
+        for what, (*_, rise, blocks) in zip(seen, table.rows[1:], strict=True)
     ]
 
 
@@ -304,19 +310,16 @@ def _compared(kept: dict[str, Any], erased: dict[str, Any], without: dict[str, A
     )
 
 
-def _train(out: Path, memory: str, tokens: int, seed: int) -> Path:
+def _train(out: Path, name: str, tokens: int, seed: int) -> Path:
     """Train a language model, unless that is done; returns its run folder."""
     from elastic_memory.training.recipe import Recipe
     from elastic_memory.training.runs import StoppedError
     from elastic_memory.training.session import Resume, train
 
-    model: dict[str, Any] = {"preset": "tiny", "memory": memory, "config": {"block_size": BLOCK}}
-    if memory == "elastic":
-        model |= {"sampling": "exponential", "memory_multiple": 4, "config": {"block_size": BLOCK, "memory_points": 64}}
     recipe = Recipe.parse(
         {
-            "name": f"demo-{memory}",
-            "model": model,
+            "name": f"demo-{name}",
+            "model": LANGUAGE_MODELS[name],
             "training": {"tokens": tokens, "length": LENGTH, "batch_tokens": STEP, "precision": "fp32", "seed": seed},
             "execution": {"device": "cpu", "micro_batch": STEP // LENGTH, "save_every": 50},
         },
