@@ -200,8 +200,9 @@ def pictures(root: Path) -> None:
         plots.lines(gain, "block of 512 tokens", "PPL without its memory, % higher"),
         results / "gain-by-block-small.png",
     )
-    by_memory = plots.lines(sizes, "size of the memory, times 1x", "PPL")
+    by_memory = plots.lines(sizes, "size of the memory", "PPL")
     by_memory.axes[0].set_xscale("log", base=2)
+    by_memory.axes[0].xaxis.set_major_formatter("{x:g}x")
     plots.save(by_memory, results / "ppl-by-memory-small.png")
 
 
