@@ -105,7 +105,7 @@ def reader(tmp_path, monkeypatch):
         cache.read(torch.randint(256, (1, 100)))
         cache.save(tmp_path / f"{name}.memory.safetensors")
     (tmp_path / "results").mkdir()
-    shutil.copy(ROOT / "results" / "recall.json", tmp_path / "results")
+    shutil.copy(ROOT / "results" / "recall-small.json", tmp_path / "results")
 
 
 @pytest.mark.usefixtures("reader")

@@ -95,11 +95,13 @@ def test_unknown_keys_of_a_file_are_kept_and_named(tmp_path):
     """A user's own note must not make a model unreadable; a misspelt setting must not go unnoticed."""
     config = em.MemoryLlamaConfig.preset("tiny")
     values = config.to_dict() | {"note": "trained on a Tuesday", "blok_size": 7}
-    with pytest.warns(UserWarning, match=r"unknown: blok_size \(did you mean 'block_size'\?\), note"):
+    with pytest.warns(
+        UserWarning, match=r"unknown keys in the configuration: blok_size \(did you mean 'block_size'\?\), note"
+    ):
         loaded = em.MemoryLlamaConfig.from_dict(values)
     assert (loaded.note, loaded.blok_size, loaded.block_size) == ("trained on a Tuesday", 7, 64)
     loaded.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="unknown: blok_size"):
+    with pytest.warns(UserWarning, match="unknown keys in the configuration: blok_size"):
         again, unused = em.MemoryLlamaConfig.from_pretrained(tmp_path, note="now", use=1, return_unused_kwargs=True)
     assert again.note == "now" and unused == {"use": 1}
     with pytest.raises(ValueError, match="no setting 'note'"):

@@ -119,7 +119,7 @@ def _complete_all(jobs: Sequence[RecallRun], out: Path, minutes: float | None, p
             whole, current = progress.add_task("recall: models"), progress.add_task("")
             for job in progress.track(jobs, task_id=whole):
                 steps = PLANS[job.tier]["steps"]
-                progress.reset(current, description=f"{job.task}: {job.row}", total=steps, unit="steps")
+                progress.reset(current, description=f"training {job.task}: {job.row}", total=steps, unit="steps")
                 complete(job, out, lambda step, loss: progress.advance(current))
         return True
     tasks = [Task(job.name, [sys.executable, "-m", __name__, json.dumps([asdict(job), str(out)])]) for job in jobs]
