@@ -62,7 +62,8 @@ MEASURED = {
 RECALL = """\
 **Recall.** A passkey of two tokens is given in one block and asked for up to 64 blocks later; models were trained on
 distances of up to 8. "8x at test time" is the trained model of the row above, with order and sample points raised
-eightfold afterwards. All memories: [results](results/README.md#recall).
+eightfold afterwards. Memories that look up by content (Infini, Means) keep this passkey without growing.
+All memories: [results](results/README.md#recall).
 Record: [recall-small.json](results/recall-small.json).
 """
 SHOWN = (
