@@ -42,7 +42,7 @@ How to read the tables:
   see the same samples in the same order.
 - **The gain from memory is in parentheses:** how much the perplexity of a model rises when its memory is erased. It
   shows how much the model depends on its memory, an upper bound on what the memory is worth.
-- **Infini-Transformer has {infini:.1f} times the memory of the others,** as it follows from its heads.
+- **Infini-Transformer has {infini:.1f} times the memory of the others:** its heads fix the size.
 - **`proofs` has two data hashes,** 25ef764e and 04c7a0f0, of the same rows: the newer one covers more of the
   tokenizer.
 """
@@ -141,7 +141,7 @@ def recall_table(root: Path) -> str:
     lines = (root / "results" / "recall-small.md").read_text().splitlines()
     rows = [line for line in lines if line.startswith("| passkey: ")]
     shown = [row for row in rows if row.split("|")[1].strip().removeprefix("passkey: ") in SHOWN]
-    return "\n".join([line for line in lines[:4]] + shown + lines[4 + len(rows) :]) + "\n"
+    return "\n".join([*lines[:4], *shown, *lines[4 + len(rows) :]]) + "\n"
 
 
 def plan(root: Path) -> str:

@@ -44,7 +44,7 @@ def demo(
     ] = 1_228_800,
     seed: Annotated[int, typer.Option(help="Random seed of training and questions.")] = 0,
 ) -> None:
-    """See the memory at work on this machine: about four minutes on two cores, no download.
+    """See the memory at work on this machine: two to four minutes on two cores, no download.
 
     1. Signals are compressed block by block and reconstructed.
 

@@ -113,14 +113,11 @@ def read(out: Path, job: RecallRun) -> dict[str, Any] | None:
 
 
 def _complete_all(jobs: Sequence[RecallRun], out: Path, minutes: float | None, parallel: int) -> bool:
-    """One after another with bars, or in processes of their own; False if something failed."""
+    """One after another, or in processes of their own; False if something failed."""
     if minutes is None and parallel == 1:
-        with Bars() as progress:
-            whole, current = progress.add_task("recall: models"), progress.add_task("")
-            for job in progress.track(jobs, task_id=whole):
-                steps = PLANS[job.tier]["steps"]
-                progress.reset(current, description=f"training {job.task}: {job.row}", total=steps, unit="steps")
-                complete(job, out, lambda step, loss: progress.advance(current))
+        for number, job in enumerate(jobs, 1):
+            tell(f"model {number} of {len(jobs)}: {job.name}")
+            complete(job, out)
         return True
     tasks = [Task(job.name, [sys.executable, "-m", __name__, json.dumps([asdict(job), str(out)])]) for job in jobs]
     scheduler = Scheduler(tasks, parallel, out / "work" / "logs", None if minutes is None else 60 * minutes)
@@ -129,24 +126,27 @@ def _complete_all(jobs: Sequence[RecallRun], out: Path, minutes: float | None, p
     return not scheduler.failed
 
 
-def complete(job: RecallRun, out: Path, report: Any = lambda step, loss: None) -> None:
+def complete(job: RecallRun, out: Path) -> None:
     """Train a model, ask it at every distance in each of its readings, and write the record."""
     plan, begun, device = PLANS[job.tier], time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
-    memory, losses = plan["rows"][job.row], []
+    memory, losses, answers = plan["rows"][job.row], [], []
     model = build(memory, plan["model"], job.seed).to(device)
+    with Bars() as progress:
+        bar = progress.add_task(f"training {job.task}: {job.row}", total=plan["steps"], unit="steps")
 
-    def keep(step: int, loss: float) -> None:
-        losses.append(loss)
-        report(step, loss)
+        def report(step: int, loss: float) -> None:
+            losses.append(loss)
+            progress.advance(bar)
 
-    learn(
-        model, job.task, TRAINED, plan["steps"], rows=plan["batch"], learning_rate=3e-3, seed=job.seed, report=keep
-    )  # fmt: skip
-    answers = [
-        {"row": name, "floats": _floats(model), **asdict(result)}
-        for name in _readings(model, job.row, memory["memory"])
-        for result in recall(model, job.task, DISTANCES, samples=plan["samples"])
-    ]
+        learn(
+            model, job.task, TRAINED, plan["steps"], rows=plan["batch"], learning_rate=3e-3, seed=job.seed,
+            report=report,
+        )  # fmt: skip
+        for name in _readings(model, job.row, memory["memory"]):
+            progress.reset(bar, description=f"asking {job.task}: {name}", unit="distances")
+            for distance in progress.track(DISTANCES, task_id=bar):
+                (result,) = recall(model, job.task, [distance], samples=plan["samples"])
+                answers.append({"row": name, "floats": _floats(model), **asdict(result)})
     record = {
         **job.facts(),
         "parameters": sum(weight.numel() for weight in model.parameters()),
