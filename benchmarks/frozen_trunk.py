@@ -1,0 +1,263 @@
+"""Which memory is worth its floats in a pretrained model, on a CPU: only the attention of the layer with memory is trained.
+
+    python benchmarks/frozen_trunk.py MODEL --data ROWS --work WORK --out benchmarks/results/frozen-trunk-cpu-DATE.json
+
+All layers of MODEL get the same sliding window. What enters layer `--layer` is then the same for every design, so it is
+computed once and kept in WORK. Each design trains that layer's attention (0.9M weights of SmolLM2, and the memory's
+own) on the same rows in the same order, and is measured on test rows twice as long. Another seed trains on other rows.
+Designs are those of `elastic reproduce real-model`; what is in `--out` already is not repeated. `--save DIR` keeps
+whole models. On Linux MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 saves a fifth of the time.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from elastic_memory.common.environment import environment, hardware
+from elastic_memory.common.files import write_json
+from elastic_memory.data import samples
+from elastic_memory.evaluation.inputs import Spread, token_ids
+from elastic_memory.evaluation.loading import load_model, tokenizer_of
+from elastic_memory.evaluation.losses import evaluating, whole_losses
+from elastic_memory.evaluation.sinks import sink_losses
+from elastic_memory.memory import MEMORIES
+from elastic_memory.model import attach_memory
+from elastic_memory.reproduction.real_measures import by_document, find_keys, key_loss
+from elastic_memory.reproduction.real_model import Study
+from elastic_memory.reproduction.tables.real_model import BASE, DESIGNS, PLANS
+
+GATES = ("gain", "gate")  # ends of names of parameters that have the learning rate --gate-rate
+PIECE = 256  # tokens whose logits are in memory at once
+PLAN = (
+    "split", "layer", "window", "block", "order", "length", "steps", "rows", "key_rows", "rate", "gate_rate",
+)  # fmt: skip
+
+
+def attached(model, design: str, layer: int, args):
+    """The model with a sliding window in all layers, and the memory of a design in one."""
+    settings = DESIGNS[design]
+    kind = MEMORIES[settings["memory"]]
+    sizes = {name: args.order for name in ("order", "points") if kind.has_option(name)}
+    local = {"local_attention": "sliding", "block_size": args.block, "window": args.window}
+    layers = None if design == BASE else [layer]
+    return attach_memory(model, layers=layers, **settings, **sizes, **local)
+
+
+def below(model, layer: int):
+    """The model up to a layer, in place: its output is what enters that layer."""
+    model.model.layers, model.model.norm = model.model.layers[:layer], nn.Identity()
+    model.config.num_hidden_layers = layer
+    return model
+
+
+def above(model, layer: int):
+    """The model from a layer on, in place: it takes what enters that layer as `inputs_embeds`."""
+    model.model.layers = model.model.layers[layer:]
+    model.config.num_hidden_layers = len(model.model.layers)
+    return model
+
+
+def narrow():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def hidden_states(rows, length: int, name: str, args):
+    """What enters the layer, of every row, from a file that is made once; read row by row."""
+    path = args.work / f"{name}-{args.layer}-{args.window}-{length}-{len(rows)}.safetensors"
+    if not path.exists():
+        trunk = attached(below(load_model(args.model).float(), args.layer), BASE, 0, args).bfloat16()
+        trunk.model.embed_tokens.float()  # for a residual stream in float32
+        held = {}
+        with evaluating(trunk), narrow():
+            for index, row in enumerate(rows):
+                held[str(index)] = trunk.model(token_ids(row)[None, :length]).last_hidden_state[0].bfloat16()
+                print(f"{name}: row {index + 1} of {len(rows)}", end="\r", flush=True)
+        args.work.mkdir(parents=True, exist_ok=True)
+        save_file(held, path)
+    return safe_open(path, "pt")
+
+
+def train(upper, rows, states, args) -> list[float]:
+    """Fine-tune the layer's attention, one row a step; the losses beyond the window."""
+    upper.requires_grad_(False).bfloat16()  # what stays as it is; the residual stream is float32
+    attention = upper.model.layers[0].self_attn.requires_grad_(True).float()
+    named = dict(attention.named_parameters())
+    gates = [one for name, one in named.items() if name.endswith(GATES)]
+    others = [one for name, one in named.items() if not name.endswith(GATES)]
+    groups = [{"params": gates, "lr": args.gate_rate}, {"params": others, "lr": args.rate}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0, betas=(0.9, 0.95))
+    warm = max(1, len(rows) // 10)
+
+    def share(step: int) -> float:
+        if step < warm:
+            return (step + 1) / warm
+        return 0.05 + 0.95 * (1 + math.cos(math.pi * (step - warm) / (len(rows) - warm))) / 2
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    losses = []
+    upper.train()
+    for index, row in enumerate(rows):
+        ids = token_ids(row)[: args.length]
+        with narrow():
+            hidden = leaving(upper, states, index)[args.window : -1]
+            losses.append(backward(upper.lm_head, hidden, ids[args.window + 1 :]))
+        torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        print(f"step {index + 1} of {len(rows)}, loss {losses[-1]:.4f}", end="\r", flush=True)
+    return losses
+
+
+def leaving(upper, states, index: int):
+    """What leaves the last layer, of one row."""
+    return upper.model(inputs_embeds=states.get_tensor(str(index))[None].float(), use_cache=False).last_hidden_state[0]
+
+
+def backward(head, hidden, targets) -> float:
+    """The mean loss of all tokens, and its gradients; the logits of a few tokens at a time."""
+    leaf, total = hidden.detach().requires_grad_(), 0.0
+    for some, those in zip(leaf.split(PIECE), targets.split(PIECE), strict=True):
+        loss = cross_entropy(head(some).float(), those, reduction="sum") / len(targets)
+        loss.backward()
+        total += loss.item()
+    hidden.backward(leaf.grad)
+    return total
+
+
+def token_losses(upper, rows, states):
+    """Of every token of every row but its first."""
+    losses = []
+    with evaluating(upper), narrow():
+        for index, row in enumerate(rows):
+            pieces = zip(leaving(upper, states, index)[:-1].split(PIECE), token_ids(row)[1:].split(PIECE), strict=True)
+            parts = [cross_entropy(upper.lm_head(some).float(), those, reduction="none") for some, those in pieces]
+            losses.append(torch.cat(parts).double().numpy())
+            print(f"measured row {index + 1} of {len(rows)}", end="\r", flush=True)
+    return losses
+
+
+def check(design: str, rows, args) -> float:
+    """How far the upper part alone is from the whole model, in logits; both in float32 from the same states."""
+    whole = attached(load_model(args.model).float(), design, args.layer, args)
+    upper = attached(above(load_model(args.model).float(), args.layer), design, 0, args)
+    ids = token_ids(rows[0])[None, : 2 * args.window]
+    with evaluating(whole), evaluating(upper):
+        expected = whole(ids, output_hidden_states=True, use_cache=False)
+        found = upper(inputs_embeds=expected.hidden_states[args.layer], use_cache=False)
+    return float((found.logits - expected.logits).abs().max())
+
+
+def save(upper, design: str, args) -> None:
+    """The whole model with the trained layer, as a folder that every command reads."""
+    whole = attached(load_model(args.model).float(), design, args.layer, args)
+    whole.model.layers[args.layer].load_state_dict(upper.model.layers[0].state_dict())
+    folder = args.save / f"{design.replace(' ', '-')}-seed{args.seed}"
+    whole.save_pretrained(folder)
+    tokenizer_of(args.model).save(folder)
+
+
+def trained(design: str, tested, outputs, args):
+    """A design's record, and its losses on the test rows."""
+    seen = samples(args.data, "train")
+    order = torch.randperm(len(seen), generator=torch.Generator().manual_seed(args.seed))[: args.steps].tolist()
+    rows = [seen[index] for index in order]
+    inputs = hidden_states(rows, args.length, f"train-seed{args.seed}", args)
+    torch.manual_seed(args.seed)
+    upper = attached(above(load_model(args.model).float(), args.layer), design, 0, args)
+    begun = time.monotonic()
+    losses = train(upper, rows, inputs, args)
+    after = time.monotonic()
+    found = token_losses(upper, tested, outputs)
+    gain = upper.model.layers[0].memory.gain
+    run = {
+        "losses": [round(loss, 5) for loss in losses],
+        "gain": None if gain is None else [round(value, 4) for value in gain.tolist()],
+        "memory": upper.memory_report(),
+        "logits_off": check(design, tested, args),
+        "seconds": {"training": after - begun, "measuring": time.monotonic() - after},
+    }
+    if args.save:
+        save(upper, design, args)
+    return run, found
+
+
+def untrained(design: str, tested, args):
+    """The untouched model with all of the text before a token, or the first and the newest tokens of it."""
+    model = load_model(args.model).bfloat16()
+    sinks = DESIGNS[design]["untrained"] == "sinks"
+    losses = []
+    for row in tested:
+        ids = token_ids(row)[None]
+        losses.append((sink_losses(model, ids, args.window) if sinks else whole_losses(model, ids))[0].double().numpy())
+        print(f"{design}: row {len(losses)} of {len(tested)}", end="\r", flush=True)
+    return {}, losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a GGUF file, a folder or a name on the hub")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="rows in the model's tokens, twice as long as --length"
+    )
+    parser.add_argument("--work", type=Path, required=True, help="folder for hidden states")
+    parser.add_argument("--designs", default=f"{BASE}, wider window, elastic cells, key-value means")
+    parser.add_argument("--split", default="test", help="the split that is measured")
+    parser.add_argument("--layer", type=int, default=20)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--order", type=int, default=256)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a training row")
+    parser.add_argument("--steps", type=int, default=48, help="training rows, one a step")
+    parser.add_argument("--rows", type=int, default=16, help="rows that are measured")
+    parser.add_argument(
+        "--key-rows", type=int, default=5, help="of these: rows in which LongPPL's key tokens are found"
+    )
+    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--gate-rate", type=float, default=3e-2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save", type=Path, help="folder for the models")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    plan = {name: getattr(args, name) for name in PLAN} | {"model": Path(args.model).name}
+    study = Study(PLANS["smoke"], args.work, args.data.parent, args.model)
+    study.unpack()
+    args.model = study.model
+    rows = samples(args.data, args.split)
+    content = {"plan": plan, "data": {"corpus": args.data.name, "sha256": rows.fingerprint}, "keys": None, "runs": {}}
+    if args.out.exists():
+        content, wanted = json.loads(args.out.read_text()), content
+        if any(content[key] != wanted[key] for key in ("plan", "data")):
+            raise SystemExit(f"{args.out} is the record of another plan: {content['plan']}")
+    tested = Spread(rows, args.rows)
+    outputs = hidden_states(tested, rows.length, args.split, args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if content["keys"] is None:
+        content["keys"] = find_keys(load_model(args.model).bfloat16(), tested, args.key_rows, args.window)
+        write_json(args.out, content)
+    for design in (name.strip() for name in args.designs.split(",")):
+        runs = content["runs"].setdefault(design, {})
+        seed = str(args.seed)
+        if seed in runs:
+            continue
+        free = "untrained" in DESIGNS[design]
+        run, losses = untrained(design, tested, args) if free else trained(design, tested, outputs, args)
+        runs[seed] = run | {
+            "documents": by_document(tested, losses, args.window),
+            "longppl": key_loss(losses, content["keys"]),
+            "environment": environment() | {"hardware": hardware()},
+        }
+        write_json(args.out, content)
+        print(design, {name: runs[seed].get(name) for name in ("gain", "seconds", "logits_off")}, flush=True)
+
+
+if __name__ == "__main__":
+    main()
