@@ -1,4 +1,4 @@
-"""Which memory is worth its floats in a pretrained model, on a CPU: only the attention of the layer with memory is trained.
+"""Which memory is worth its floats in a pretrained model, on a CPU: only the layer with memory is trained.
 
     python benchmarks/frozen_trunk.py MODEL --data ROWS --work WORK --out benchmarks/results/frozen-trunk-cpu-DATE.json
 
