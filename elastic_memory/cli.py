@@ -1,7 +1,6 @@
 """The command `elastic`: one function of `elastic_memory.commands` per subcommand, imported when it is called."""
 
 import importlib
-import inspect
 import sys
 from typing import Any
 
@@ -42,7 +41,7 @@ class LazyGroup(TyperGroup):
         if isinstance(function, typer.Typer):  # has subcommands of its own
             return name, typer.main.get_command(function), rest
         one = typer.Typer(add_completion=False)
-        one.command(name, cls=Command, help=_paragraphs(function.__doc__))(function)
+        one.command(name, cls=Command)(function)
         return name, typer.main.get_command(one), rest
 
 
@@ -57,12 +56,6 @@ app = typer.Typer(
 @app.callback()
 def _root() -> None:
     pass
-
-
-def _paragraphs(text: str) -> str:
-    """A docstring with each paragraph on one line, for terminals of any width."""
-    parts = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(part if part.startswith(" ") else " ".join(part.split()) for part in parts)
 
 
 EXPECTED = (ValueError, OSError, KeyError, RecursionError)

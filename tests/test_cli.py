@@ -134,11 +134,11 @@ def test_a_shell_completes_commands_and_options_without_torch(line, offered):
     assert set(result.stdout.split()) == offered, result.stderr
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_explains_itself(name, monkeypatch, capsys):
-    code, shown, _ = call(monkeypatch, capsys, name, "--help")
+@pytest.mark.parametrize("name", [*cli.COMMANDS, "memory read", "memory join", "memory show"])
+def test_every_command_shows_an_indented_example(name, monkeypatch, capsys):
+    code, shown, _ = call(monkeypatch, capsys, *name.split(), "--help")
     assert code == 0
-    assert shown.count(f"elastic {name}") > 1, "beside its usage line, the help holds an example"
+    assert re.search(rf"^     elastic {name}\b", shown, re.MULTILINE), shown
 
 
 def test_the_doctor_knows_versions_machine_and_fast_paths(monkeypatch, capsys):

@@ -23,9 +23,9 @@ def bench(
     All models are timed in one process, in interleaved rounds. On a GPU they are compiled first, as in training: up to
     half a minute each.
 
-    elastic bench
+        elastic bench
 
-    elastic bench --preset 100m --memory elastic --multiple 16 --out bench.json
+        elastic bench --preset 100m --memory elastic --multiple 16 --out bench.json
     """
     import torch
     from rich.console import Console

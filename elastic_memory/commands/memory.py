@@ -14,13 +14,14 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.generate import READ, chunks, encoded, load
-from elastic_memory.commands.options import Command, one_line
+from elastic_memory.commands.options import Command, one_line, paragraphs
 from elastic_memory.common.defaults import MEMORY_SUFFIX
 
 memory = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="""Read texts into memory files, join the files, show what they hold.
+    help=paragraphs("""
+    Read texts into memory files, join the files, show what they hold.
 
     For example, read a book chapter by chapter and join the chapters. When one
     changes, only that one is read again:
@@ -32,7 +33,7 @@ memory = typer.Typer(
         elastic memory show book.memory.safetensors
 
         elastic generate runs/my-model --memory book.memory.safetensors --prompt "In the end"
-    """,
+    """),
 )
 
 
@@ -126,9 +127,11 @@ def join(
 
 @memory.command(cls=Command)
 def show(files: Annotated[list[Path], typer.Argument(help="Memory files.")]) -> None:
-    """Show what memory files hold: model, tokens, parts, size. A damaged file is an error.
+    """Show what memory files hold: model, tokens, parts, size.
 
         elastic memory show book.memory.safetensors
+
+    Every file is checked against its checksum; a damaged one is an error.
     """  # fmt: skip
     from elastic_memory.streaming import memory_file
 

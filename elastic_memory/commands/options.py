@@ -1,6 +1,7 @@
-"""What several commands share: how they begin, checks of options, and errors as one line."""
+"""What several commands share: how they begin, their help, checks of options, and errors as one line."""
 
 import importlib
+import inspect
 import signal
 import traceback
 from pathlib import Path
@@ -12,8 +13,20 @@ from typer.core import TyperCommand
 LARGEST_MEMORY = 100_000  # coefficients or points: what takes minutes and more memory than there is
 
 
+def paragraphs(text: str) -> str:
+    """Help of a command, for terminals of any width: a paragraph in one line, an indented example in bold.
+
+    The markup keeps the indentation, which typer would remove where all examples come last.
+    """
+    parts = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(f"[bold]{part}[/]" if part.startswith(" ") else " ".join(part.split()) for part in parts)
+
+
 class Command(TyperCommand):
     """A subcommand; torch, transformers and our models are imported when it runs."""
+
+    def __init__(self, *args: Any, help: str, **kwargs: Any):
+        super().__init__(*args, help=paragraphs(help), **kwargs)
 
     def invoke(self, ctx: Any) -> Any:  # noqa: D102
         importlib.import_module("elastic_memory.model")
