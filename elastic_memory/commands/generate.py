@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from elastic_memory.commands.options import refuse_unused
+from elastic_memory.commands.options import check_range, refuse_unused
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,18 +48,18 @@ def generate(
 ) -> None:
     """Continue a text of any length, in constant memory.
 
-    Reads --prompt-file, then --prompt, and writes the model's continuation to
-    standard output. With --memory a book is read once and kept as a file of a few
-    MiB; later calls continue it or ask about it, as often as you like:
+    Reads --prompt-file, then --prompt, and writes the model's continuation to standard output. With --memory a book is
+    read once and kept as a file of a few MiB; later calls continue it or ask about it, as often as you like:
 
         elastic generate runs/my-model --prompt-file book.txt --memory book.memory.safetensors --tokens 0
 
         elastic generate runs/my-model --memory book.memory.safetensors --prompt "In the end"
 
-    Prompts and answers do not change the memory file, unless --keep is given.
-    A text that it holds already is not read again.
+    Prompts and answers do not change the memory file without --keep. A text that it already holds is not read again.
     """
-    _check_numbers(tokens, temperature, top_p)
+    check_range(0, tokens=tokens, temperature=temperature)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p {top_p}: give more than 0, at most 1")
     _check_files(prompt_file, prompt, memory, keep, tokens)
     if not temperature:
         refuse_unused(context, "with --temperature 0", "top_p", "seed")
@@ -85,14 +85,6 @@ def generate(
     finally:
         if keep and memory:
             _save(asked, memory)
-
-
-def _check_numbers(tokens: int, temperature: float, top_p: float) -> None:
-    if tokens < 0 or not temperature >= 0 or not 0 < top_p <= 1:
-        raise ValueError(
-            f"tokens={tokens}, temperature={temperature}, top_p={top_p}: give tokens >= 0, temperature >= 0 and "
-            "0 < top_p <= 1"
-        )
 
 
 def _check_files(prompt_file: Path | None, prompt: str | None, memory: Path | None, keep: bool, tokens: int) -> None:

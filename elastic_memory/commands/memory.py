@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic_memory.commands.generate import READ, chunks, encoded, load
-from elastic_memory.commands.options import Command, one_line, paragraphs
+from elastic_memory.commands.options import Command, check_range, one_line, paragraphs
 from elastic_memory.common.defaults import MEMORY_SUFFIX
 
 memory = typer.Typer(
@@ -52,8 +52,7 @@ def read(
     Texts with an up-to-date memory file are skipped, so an interrupted command
     can simply be repeated.
     """  # fmt: skip
-    if processes < 1:
-        raise ValueError(f"processes={processes}: give 1 or more")
+    check_range(1, processes=processes)
     targets = {path: out / f"{path.stem}{MEMORY_SUFFIX}" for path in texts}
     for path, target in targets.items():
         if not path.is_file():

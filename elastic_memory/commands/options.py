@@ -36,12 +36,14 @@ class Command(TyperCommand):
 
 
 def refuse_unused(context: typer.Context | None, when: str, *names: str) -> None:
-    """Refuse options and arguments that were given on the command line though they have no effect, `when` says why.
+    """Refuse options and arguments that have no effect, if they were given; `when` says why they have none.
 
-    Whoever calls a command as a function gives no context.
+    Without a context, the command was called as a Python function.
     """
-    for parameter in context.command.params if context else ():
-        source = context.get_parameter_source(str(parameter.name)) if context else None
+    if context is None:
+        return
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
         if parameter.name in names and source is not None and source.name == "COMMANDLINE":
             named = next((word for word in parameter.opts if word.startswith("--")), str(parameter.name).upper())
             raise ValueError(f"{named} has no effect {when}: leave it out")

@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused(checkpoint, books, tmp_path):
     read = ("--model", checkpoint, "--out", tmp_path / "memories")
     refused("would both be written to", "read", books[0], tmp_path / "more" / "one.md", *read)
     refused("not a file of text", "read", tmp_path / "nowhere.txt", *read)
-    refused("processes=0", "read", books[0], *read, "--processes", 0)
+    refused("--processes 0: give 1 or more", "read", books[0], *read, "--processes", 0)
     memory("read", books[0], *read)
     refused("in a folder that exists", "join", file_of(tmp_path / "memories", "one"), "--out", tmp_path)
     model = em.MemoryLlamaForCausalLM.from_pretrained(checkpoint)
