@@ -28,18 +28,18 @@ OURS = ("_project", "_attend", "_merge", "_expand", "_contract")
 
 
 def decoders(model, rows: int, opened: int) -> dict[str, decoder.Decoder]:
-    """A decoder of each road, its step captured."""
+    """A decoder of each kind, its step captured."""
     size, device, kernels = model.config.block_size, model.device, decoder._kernels
     base = em.MemoryCache(model, static=True)
     ids = torch.randint(0, model.config.vocab_size, (rows, size + opened), device=device)
     for piece in ids.split(size, dim=1):
         model(piece, past_key_values=base, logits_to_keep=1)
     found = {}
-    for road in ("fused", "plain") if device.type == "cuda" else ("plain",):
-        decoder._kernels = kernels if road == "fused" else lambda device: None
+    for kind in ("fused", "plain") if device.type == "cuda" else ("plain",):
+        decoder._kernels = kernels if kind == "fused" else lambda device: None
         cache = base.fork()
         model(ids[:, :1], past_key_values=cache)
-        found[road] = cache.decoder
+        found[kind] = cache.decoder
     decoder._kernels = kernels
     return found
 
@@ -99,12 +99,12 @@ def least_bytes(model: em.MemoryLlamaForCausalLM, rows: int, opened: int) -> dic
 def measure(model, rows: int, repeats: int) -> dict:
     opened = model.config.block_size // 2
     found = decoders(model, rows, opened)
-    taken: dict[str, list[float]] = {road: [] for road in found}
+    taken: dict[str, list[float]] = {kind: [] for kind in found}
     for _ in range(5):
-        for road, own in found.items():
-            taken[road].append(replay(own, opened, repeats))
+        for kind, own in found.items():
+            taken[kind].append(replay(own, opened, repeats))
     result: dict = {"rows": rows, "opened": opened}
-    result["step_us"] = {road: round(1e6 * statistics.median(times), 1) for road, times in taken.items()}
+    result["step_us"] = {kind: round(1e6 * statistics.median(times), 1) for kind, times in taken.items()}
     if "fused" in found:
         floor = least_bytes(model, rows, opened)
         result["floor_us"] = round(sum(floor.values()) / TERABYTES / 1e6, 1)

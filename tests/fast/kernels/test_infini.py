@@ -134,7 +134,7 @@ def test_features(dim, features, device, dtype):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("options", "road"),
+    ("options", "way"),
     [
         ({}, "plain"),
         ({}, "compiled"),
@@ -144,16 +144,16 @@ def test_features(dim, features, device, dtype):
         ({"memory_norm": "qk", "detach_every": 2}, "plain"),
     ],
 )
-def test_a_model_trains_alike(options, road, ids, monkeypatch):
+def test_a_model_trains_alike(options, way, ids, monkeypatch):
     """Loss and gradients, with queries that share keys, padded heads and a short last block."""
     results = []
     for kernels in (False, True):
         monkeypatch.setattr(module, "supports", lambda geometry, *tensors, answer=kernels: answer)
         model = small_model("infini", head_dim=6, pad_heads=True, memory_layers=[0, 2], memory_options=options)
         model.train()
-        if road == "compiled":
+        if way == "compiled":
             model.compile_blocks(backend="aot_eager")
-        if road == "recomputed":
+        if way == "recomputed":
             model.gradient_checkpointing_enable()
         loss = model(ids, labels=ids).loss
         loss.backward()
