@@ -1,4 +1,4 @@
-"""Elastic Memory: a fixed-size memory for Llama, its mathematics, its baselines, and what it takes to judge it."""
+"""Elastic Memory: a fixed-size memory for Llama, with its mathematics, baselines, training and evaluation."""
 
 import importlib
 import sys

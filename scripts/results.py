@@ -37,14 +37,14 @@ How to read the tables:
 
 - **The paper's values are in brackets.** The corpora `books`, `proofs` and `edu` replace PG-19, Proof-Pile and
   FineWeb-Edu. They are far smaller: perplexities on them cannot be compared with the paper's.
-- **One seed per model decides no ranking.** {seeds}
-  They differ by up to {block_0:.0%} in block 0, where no memory can help, although all start from the same weights and
-  see the same samples in the same order.
-- **The gain from memory is in parentheses:** how much the perplexity of a model rises when its memory is erased. It
-  shows how much the model depends on its memory, an upper bound on what the memory is worth.
+- **One seed is too few to rank models.** {seeds} Perplexities
+  differ by up to {block_0:.0%} even in block 0, where no memory can help, although all models start from the same
+  weights and see the same samples in the same order.
+- **The gain from memory is in parentheses:** how much the perplexity of a model rises when its memory is erased. This
+  is an upper bound on what the memory is worth: trained without it, the model would have learned to do without.
 - **Infini-Transformer has {infini:.1f} times the memory of the others:** its heads fix the size.
-- **`proofs` has two data hashes,** 25ef764e and 04c7a0f0, of the same rows: the newer one covers more of the
-  tokenizer.
+- **`proofs` has two data hashes,** 25ef764e and 04c7a0f0. The rows are the same; the newer hash covers more settings
+  of the tokenizer.
 """
 
 PICTURES = {
@@ -62,7 +62,8 @@ MEASURED = {
 RECALL = """\
 **Recall.** A passkey of two tokens is given in one block and asked for up to 64 blocks later; models were trained on
 distances of up to 8. "8x at test time" is the trained model of the row above, with order and sample points raised
-eightfold afterwards. Memories that look up by content (Infini, Means) keep this passkey without growing.
+eightfold afterwards. The accuracy of memories that look up by content (Infini, Means) hardly falls with distance, at
+their trained size.
 All memories: [results](results/README.md#recall).
 Record: [recall-small.json](results/recall-small.json).
 """
@@ -73,11 +74,11 @@ SHOWN = (
 
 LANGUAGE = """\
 **Language modelling.** Models of {parameters:.0f}M parameters, each trained on {tokens:.0f}M tokens. The picture shows,
-on mathematical text (`proofs`), how much the perplexity of each model rises when its memory is erased at every block:
-an upper bound on what the memory is worth, as a model trained without memory would have adapted. One seed per model
-decides no ranking: models differ by up to {block_0:.0%} in block 0, where no memory can help. {seeds}
-Of {claims} claims of the paper {verdicts}.
-What is missing, the claims one by one, and how to read the numbers: [results](results/README.md).
+on mathematical text (`proofs`), how much the perplexity of each model rises when its memory is erased at every block.
+This is an upper bound on what the memory is worth: trained without it, a model would have learned to do without.
+One seed is too few to rank models: perplexities differ by up to {block_0:.0%} even in block 0, where no memory can
+help. {seeds} Of {claims} claims of the paper {verdicts}.
+All numbers, the claims one by one, and how to read them: [results](results/README.md).
 Record: [main-small.json](results/main-small.json).
 """
 
@@ -98,7 +99,7 @@ def known(root: Path) -> dict[str, Any]:
     return {
         "parameters": first["parameters"] / 1e6,
         "tokens": first["tokens"] / 1e6,
-        "seeds": f"{one} of {len(models)} models have one seed so far." if one else "All models have several seeds.",
+        "seeds": f"{one} of {len(models)} models have only one so far." if one else "All models have several.",
         "block_0": max(max(found) / min(found) - 1 for found in by_corpus.values()),
         "infini": size["Infini-Transformer"] / size["Elastic Memory, exponential"],
         "claims": len(judged),

@@ -9,7 +9,7 @@ def selfcheck(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: the GPU if there is one).")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Also check compiled models; takes minutes.")] = False,
 ) -> None:
-    """Check on this machine that all ways to compute the same thing agree, and print the largest errors.
+    """Check that fast and plain computation agree on this machine, and print the largest errors.
 
     Compares streaming, padded batches, prompts in pieces, saved and loaded memories, gradient checkpointing and
     compiled code with one plain call, and the operators with their definitions. Exit code 1 if an error exceeds its

@@ -1,4 +1,4 @@
-"""One "did you mean"."""
+"""Suggestions for mistyped names."""
 
 from collections.abc import Collection
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""A model that fine-tuning starts from, as training needs to know it."""
+"""The model that fine-tuning starts from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from elastic_memory.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class StartingModel:
-    """A model with memory on disk; `load` gives it anew, as every attempt of a run begins with it."""
+    """A model with memory on disk; `load` reads it again for every attempt of a run."""
 
     path: str
     sha256: str  # of its weights and configuration

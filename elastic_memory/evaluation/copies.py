@@ -1,8 +1,8 @@
 """What a model recalls of its own text: spans that come a second time, at a chosen distance.
 
 Every period of a text ends with a copy of what stood `distance` tokens before it. The same spans are also pasted into
-another text, at the same places: there they are as unexpected, but never occurred. The first quarter of a span is left
-out, as it only tells that this is a copy. By how much the rest is likelier in its own text is what was remembered.
+another text, at the same places: there they interrupt the text just as much, but are new. The first quarter of a span
+is not scored: the model has yet to notice the copy. How much likelier the rest is in its own text measures recall.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Whether all ways to compute the same thing agree on this machine: `elastic selfcheck` and its tests."""
+"""Checks that fast and plain computation agree on this machine: `elastic selfcheck` and its tests."""
 
 import tempfile
 from collections.abc import Callable, Iterator

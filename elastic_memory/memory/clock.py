@@ -62,13 +62,14 @@ def _log_time(time: Float[Tensor, " time"], window: Float[Tensor, "head 1"]) -> 
 class ClockMemory(LinearMemory):
     """Elastic memory in which a token's share of the domain shrinks by 1 + 1/w with each token after it.
 
-    So a head looks back over about w tokens, finely at the newest and coarsely beyond, for ever at one resolution.
-    Until w tokens came, all have equal shares, as in elastic memory. `shortest` and `longest`: w of the first and the
-    last head of keys; the others are spaced geometrically between them. The sample points lie in the domain: at equal
-    distances there, they are spaced geometrically in age. `query`: rotated or raw, as for elastic memory.
+    So a head looks back over about w tokens, finely at the newest and coarsely beyond. The resolution does not depend
+    on the length of the text. The first w tokens have equal shares, as in elastic memory. `shortest` and `longest`: w
+    of the first and the last head of keys; the others are spaced geometrically between them. The sample points lie in
+    the domain: at equal distances there, they are spaced geometrically in age. `query`: rotated or raw, as for elastic
+    memory.
 
-    `rate`: constant, without parameters; learned, each head's clock runs exp(a) times faster, and a, 0 before training,
-    is learned; content, exp(a + b k) times faster at a token with key k: what matters takes more of the domain.
+    `rate`: constant, without parameters; learned, each head's clock runs exp(a) times faster, with a learned from 0;
+    content, exp(a + b k) times faster at a token with key k, so that important tokens take more of the domain.
     """
 
     info = MemoryInfo(

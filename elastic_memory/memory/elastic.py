@@ -27,8 +27,8 @@ class ElasticMemory(ParallelMemory):
 
     `mass`: a memory token that stands for m tokens gets log m on its scores: a cell as many as it averages, a point
     those that are nearest to it. `query`: rotated, as in the paper, or raw for queries without positions, like memory's
-    keys. `length`: means of many vectors are short; keys and values that are read get the length that theirs had on
-    average, which the state carries as one more feature. `algorithm`: of training, direct or recurrent; None, the
+    keys. `length`: a mean of many vectors has a small norm; keys and values that are read get the average norm of the
+    history's, which the state carries as one more feature. `algorithm`: of training, direct or recurrent; None, the
     cheaper one.
     """
 

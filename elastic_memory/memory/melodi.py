@@ -12,8 +12,8 @@ from elastic_memory.shapes import Float, Tensor
 class MelodiMemory(SummaryTokenMemory):
     """Memory tokens of the residual stream, in front of the block; `order` of them, and as many summary tokens.
 
-    Summary tokens u stand behind the block and see all of it, nobody sees them. What leaves the layer, block and
-    summaries, is mixed along the token axis into the memory z of the next block: z = mix(rms([x; u])) + u.
+    Summary tokens u stand behind the block and see all of it; no token of the block sees them. What leaves the layer,
+    block and summaries, is mixed along the token axis into the memory z of the next block: z = mix(rms([x; u])) + u.
 
     `first_block`: omit, or zeros to let block 0 attend to an empty memory. `summary_std`: initial size of the summary
     tokens; None: that of the token embeddings.

@@ -40,9 +40,9 @@ class Newest(NamedTuple):
 class OutliersMemory(ParallelMemory):
     """`share` of `order` are raw tokens, the rest a polynomial; both join the block's softmax. No parameters.
 
-    When a block has been written, the novelty of each of its tokens is how far its key is from what the polynomial
-    gives back there, squared, relative to the mean of its block. Each head keeps the tokens of largest novelty of the
-    whole history, with their values, without positions. The polynomial holds all tokens, these too. `query`: rotated
+    The novelty of a token is the squared error with which the polynomial reconstructs its key when its block has been
+    written, divided by the mean of the block. Each head keeps the keys and values of the most novel tokens of the whole
+    history, without positions. The polynomial contains these tokens, too. `query`: rotated
     or raw, as for elastic memory.
     """
 

@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {"subjects": type(self).reader(told["text"])})
         except (ValueError, RecursionError) as error:
             self._answer(400, {"error": str(error)})
-        except Exception as error:  # whatever a model does, such as running out of memory: the server goes on
+        except Exception as error:  # whatever a model does, such as running out of memory: the server keeps running
             self._answer(500, {"error": " ".join(f"{type(error).__name__}: {error}".split())})
 
     def _ours(self) -> bool:

@@ -333,10 +333,10 @@ def summary(judged: list[dict[str, Any]], tier: str) -> Table:
         counts = [verdicts.count(verdict) for verdict in (HELD, NOT_HELD, UNDECIDED, MISSING)]
         rows.append([f"{entry['section']}: {entry['text']}", entry["verdict"], " / ".join(map(str, counts))])
     note = (
-        f"Tier {tier}. Comparisons held / not held / undecided / not measured yet. One between models is decided where "
-        "the difference is larger than what seeds explain, one between readings of the same models where it is larger "
-        "than what documents explain (95%); one run alone decides nothing. Speeds (3.7) are those of "
-        f"`{SPEED}`, decided where two measurements of the same operations do not differ as much. "
+        f"Tier {tier}. Comparisons held / not held / undecided / not measured yet. A difference between models is "
+        "decided where it exceeds the variation between seeds, one between two readings of the same models where it "
+        "exceeds the variation between documents (95%); one run alone decides nothing. Speeds (3.7) are those of "
+        f"`{SPEED}`, decided where they differ by more than two measurements of the same operations. "
         f"Made by `elastic reproduce claims --tier {tier}`."
     )
     return Table("The paper's claims, checked", ["claim", "verdict", "comparisons"], rows, note)

@@ -1,1 +1,1 @@
-"""Reading without end in constant memory."""
+"""Streams of any length in constant memory."""

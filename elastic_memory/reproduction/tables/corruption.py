@@ -28,5 +28,5 @@ EXPERIMENT = Experiment(
             "2.91 / 2.59 & 2.93 / 2.66 & 2.95 / 2.69 & 3.32 / 3.84 & 3.48 / 3.22 & 4.37 / 4.10 & 30.57 / 25.27",
         ),
     },
-    note='Noise replaces keys and values of a share of each block, in the memory layer or ("hardly") in all.',
+    note='Noise replaces keys and values of a share of each block, in the memory layer or ("hardly") in all layers.',
 )

@@ -41,5 +41,5 @@ EXPERIMENT = Experiment(
             "& 2.82 / 2.35 & 2.78 / 2.26",
         ),
     },
-    note="Columns of memory and model are of the same corpus as the second.",
+    note="The columns memory and model are of the corpus of the second column.",
 )

@@ -175,14 +175,15 @@ def _table(rows: Sequence[dict[str, Any]], plan: Setup) -> Table:
              ", ".join(_text(row[name], ",.0f") for name in ("training", "decoding"))]
             for row in rows
         ],
-        note=f"Sliding attention over {plan.window:,} tokens in all layers, or blocks of as many; memory in one layer; "
-        f"{plan.tokens / 1e6:g}M tokens of fine-tuning on rows of {plan.length:,}, the same for all; {plan.rows} rows "
-        "of the test split. In brackets the 95% interval over documents of the paired difference; the spread between "
-        "seeds is not in it. The first window is a control: nothing is in memory there. Recall: by how many nats a "
-        "token is likelier when its span came before, so many tokens ago, than when it did not. LongPPL: the untouched "
-        "model finds the key tokens. Full attention and attention sinks are the untouched model, not fine-tuned; full "
-        "attention breaks beyond the positions that it was trained for. Training speeds are those of processes that "
-        "shared a GPU; decoding is shown if it ran alone. Not a table of the paper.",
+        note=f"Sliding attention over {plan.window:,} tokens in all layers, or blocks of as many; memory in one "
+        f"layer; {plan.tokens / 1e6:g}M tokens of fine-tuning on rows of {plan.length:,}, the same for all; "
+        f"{plan.rows} rows of the test split. In brackets the 95% interval over documents of the paired difference; "
+        "it does not include the spread between seeds. The first window is a control: memory is empty there. Recall: "
+        "by how many nats per token a repeated span of text is likelier than the same span in a text where it is "
+        "new, by the distance to its first occurrence. LongPPL: the untouched model finds the key tokens. Full "
+        "attention and attention sinks are the untouched model, not fine-tuned; full attention breaks beyond the "
+        "positions that it was trained for. Training speeds are those of processes that shared a GPU; decoding is "
+        "shown if it ran alone. Not a table of the paper.",
     )  # fmt: skip
 
 

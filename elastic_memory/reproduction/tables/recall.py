@@ -229,8 +229,8 @@ def _note(tier: str, records: Sequence[dict[str, Any]]) -> str:
     return (
         f"Tier {tier}: each model trained for its task, {plan['steps']} steps on rows of up to {TRAINED} blocks of "
         f"{plan['model']['block_size']} tokens; {plan['samples']} questions a cell and seed, in rows just long enough "
-        f"for the distance; mean{several}. Training loss: of the answers, at the end; high where a model has not "
-        f"learned the task yet. By guessing: {guessing}. "
+        f"for the distance; mean{several}. Training loss: on the answers, at the end of training; high where a "
+        f"model has not learned the task. Accuracy of guessing: {guessing}. "
         + "".join(f"Measured on {device}, torch {torch_version}. " for device, torch_version in sorted(places))
         + f"Commits: {commits}."
         + (f" {missing} runs are still to come." if missing else "")
