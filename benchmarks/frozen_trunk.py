@@ -159,10 +159,10 @@ def check(design: str, rows, args) -> float:
 def save(upper, design: str, args) -> None:
     """The whole model with the trained layer, as a folder that every command reads."""
     whole = attached(load_model(args.model).float(), design, args.layer, args)
-    whole.model.layers[args.layer].load_state_dict(upper.model.layers[0].state_dict())
+    whole.model.layers[args.layer].self_attn.load_state_dict(upper.model.layers[0].self_attn.state_dict())
     folder = args.save / f"{design.replace(' ', '-')}-seed{args.seed}"
-    whole.save_pretrained(folder)
     tokenizer_of(args.model).save(folder)
+    whole.save_pretrained(folder)
 
 
 def trained(design: str, tested, outputs, args):

@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peers import time_limit
-from elastic_memory.data import load_tokenizer
+from elastic_memory.data import load_tokenizer, samples
+from elastic_memory.data.prepare import prepare
 from elastic_memory.evaluation.attaching import write_attached
 from elastic_memory.evaluation.loading import load_model
 from elastic_memory.evaluation.losses import streamed_losses
@@ -131,3 +132,42 @@ def test_sliding_is_timed_beside_blocks(tmp_path):
     for row in rows:
         assert ("sliding" in row["name"]) == ("loss" in row)
         assert "loss" not in row or abs(row["loss"] - row["loss_with_masks"]) < 1e-3
+
+
+def test_only_the_layer_with_memory_is_trained_above_states_that_are_computed_once(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+                         num_attention_heads=2, max_position_embeddings=512)  # fmt: skip
+    plain = LlamaForCausalLM(config)
+    load_tokenizer("bytes").save(tmp_path / "plain")
+    plain.save_pretrained(tmp_path / "plain")
+    (tmp_path / "text").mkdir()
+    for index, line in enumerate(torch.randint(97, 123, (10, 400)).tolist()):
+        (tmp_path / "text" / f"{index}.txt").write_text(bytes(line).decode())
+    prepare(tmp_path / "text", tmp_path / "rows", tokenizer="bytes", length=128, shares=(0.6, 0.0, 0.4))
+    command = [sys.executable, str(ROOT / "benchmarks" / "frozen_trunk.py"), str(tmp_path / "plain")]
+    command += ["--data", str(tmp_path / "rows"), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "o.json")]
+    command += ["--layer", "1", "--window", "32", "--block", "16", "--order", "8", "--length", "64", "--steps", "3"]
+    command += ["--rows", "4", "--key-rows", "1", "--save", str(tmp_path / "models"), "--designs"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for designs in ("no memory, attention sinks", "no memory, elastic cells"):
+        subprocess.run([*command, designs], capture_output=True, timeout=300, env=environment, check=True)
+    record = json.loads((tmp_path / "o.json").read_text())
+    rows = samples(tmp_path / "rows", "test")
+    assert list(record["runs"]) == ["no memory", "attention sinks", "elastic cells"]
+    for design in ("no memory", "elastic cells"):
+        run, model = (
+            record["runs"][design]["1"],
+            load_model(str(tmp_path / "models" / f"{design.replace(' ', '-')}-seed1")),
+        )
+        assert len(run["losses"]) == 3 and run["logits_off"] < 1e-5
+        chosen = torch.stack([rows[i * len(rows) // 4]["input_ids"] for i in range(4)])
+        losses = streamed_losses(model, chosen, 40).double()
+        found = [sum(one["loss"][part] for one in run["documents"].values()) for part in range(4)]
+        expected = [float(part.sum()) for part in losses.split(32, dim=1)]
+        assert found == pytest.approx(expected, rel=2e-3)  # measured in bf16
+        moved = {name for name, one in model.state_dict().items() if name in plain.state_dict()
+                 and not torch.equal(one, plain.state_dict()[name])}  # fmt: skip
+        assert moved == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo"}
+    other = subprocess.run([*command, "no memory", "--steps", "2"], capture_output=True, env=environment, check=False)
+    assert other.returncode and b"is the record of another plan" in other.stderr

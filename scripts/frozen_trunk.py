@@ -1,0 +1,94 @@
+"""The table of memories in a pretrained model whose other layers are frozen, from the record of the benchmark."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from elastic_memory.common.strict import read_json
+from elastic_memory.report.tables import Table
+from elastic_memory.reproduction.real_measures import Documents, difference, ppl_of
+from elastic_memory.reproduction.tables.real_model import BASE, DESIGNS
+
+RIVAL = "wider window"
+
+NOTE = (
+    "SmolLM2-135M-Instruct, {corpus}, sliding attention over {window:,} tokens in all layers, a memory of order "
+    "{order:,} in layer {layer}. Only the attention of that layer and the memory are trained, on {tokens:,} tokens in "
+    "rows of {length:,}; {rows} test rows of {twice:,}. The first window is a control: memory is empty there. "
+    "Differences are in perplexity beyond the window, in brackets their 95% intervals over documents; where a design "
+    "has several seeds, which train on different rows, the difference of each seed follows. LongPPL: {keys:,} key "
+    "tokens, found by the untouched model. Full attention and attention sinks are the untouched model. Not a table of "
+    "the paper. Measured on {hardware}, torch {torch}, commit {commit}."
+)
+
+
+def table(root: Path) -> str:
+    """All designs, the best first; the newest record counts."""
+    record = read_json(sorted((root / "benchmarks" / "results").glob("frozen-trunk-cpu-*.json"))[-1])
+    ranked = sorted(record["runs"], key=lambda design: _mean(ppl_of(one, 1) for one in _documents(record, design)))
+    return Table(
+        "Memories in a frozen pretrained model",
+        [
+            "design",
+            "floats",
+            "parameters",
+            "first window",
+            "beyond",
+            "against no memory",
+            f"against {RIVAL}",
+            "LongPPL",
+        ],
+        [_row(record, design) for design in ranked],
+        NOTE.format(**_facts(record)),
+    ).markdown()
+
+
+def _row(record: dict[str, Any], design: str) -> list[str]:
+    runs, documents = list(record["runs"][design].values()), _documents(record, design)
+    free = "untrained" in DESIGNS[design]
+    memory = [] if free else runs[0]["memory"]
+    counts = ["-" if free else f"{sum(line[key] for line in memory):,}" for key in ("state_floats", "extra_parameters")]
+    longppl = _mean(math.exp(run["longppl"]["loss"] / run["longppl"]["tokens"]) for run in runs)
+    return [
+        design,
+        *counts,
+        f"{_mean(ppl_of(one, 0, 1) for one in documents):.3f}",
+        f"{_mean(ppl_of(one, 1) for one in documents):.3f}",
+        _against(record, design, BASE),
+        _against(record, design, RIVAL),
+        f"{longppl:.2f}",
+    ]
+
+
+def _against(record: dict[str, Any], design: str, other: str) -> str:
+    """By how much the perplexity is higher, over the seeds that both have."""
+    these, those = record["runs"][design], record["runs"].get(other, {})
+    seeds = sorted(these.keys() & those.keys())
+    if design == other or not seeds:
+        return "-"
+    pairs = [([these[seed]["documents"]], [those[seed]["documents"]]) for seed in seeds]
+    all_seeds = [[documents for (documents,) in side] for side in zip(*pairs, strict=True)]
+    middle, low, high = difference(*all_seeds)
+    each = ", ".join(f"{difference(*pair)[0]:+.2%}" for pair in pairs)
+    return f"{middle:+.2%} [{low:+.2%}, {high:+.2%}]" + (f"; {each}" if len(seeds) > 1 else "")
+
+
+def _documents(record: dict[str, Any], design: str) -> list[Documents]:
+    return [run["documents"] for run in record["runs"][design].values()]
+
+
+def _facts(record: dict[str, Any]) -> dict[str, Any]:
+    plan = record["plan"]
+    environments = [run["environment"] for runs in record["runs"].values() for run in runs.values()]
+    every = {name: ", ".join(sorted({one[name] for one in environments})) for name in ("hardware", "torch", "commit")}
+    return plan | every | {
+        "corpus": record["data"]["corpus"],
+        "tokens": plan["steps"] * plan["length"],
+        "twice": 2 * plan["length"],
+        "keys": sum(len(places) for places in record["keys"].values()),
+    }  # fmt: skip
+
+
+def _mean(values: Any) -> float:
+    held = list(values)
+    return sum(held) / len(held)
