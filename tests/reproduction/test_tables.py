@@ -314,6 +314,10 @@ def test_files_that_are_not_its_own_are_not_written_over(data, tmp_path):
     kept.write_text(whole.replace('"seed": 42', '"seed": 43', 1))
     with pytest.raises(ValueError, match="is the record of another run"):
         make(MINI, tmp_path, data)
+    for damage in ({"measured": [1]}, {"measured": [{}]}, {"measured": {}}, {"trained": 5}, {"trained": {}}):
+        kept.write_text(json.dumps(json.loads(whole) | damage))
+        with pytest.raises(ValueError, match="is damaged: remove it"):
+            make(MINI, tmp_path, data)
 
 
 def test_the_command_trains_in_this_process_and_writes_without_training(data, tmp_path, capsys):
