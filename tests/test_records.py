@@ -1,6 +1,7 @@
 """Every record says where it comes from: when, at which commit, with which versions, on which machine."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,20 @@ def test_a_run_says_what_it_was_trained_and_measured_on(name):
         assert len(entry["data"]["sha256"]) == 64 and entry["device"] and entry["torch"] and entry["transformers"]
         if "longppl" in entry["metrics"]:
             assert len(entry["metrics"]["longppl"]["reference"]["weights"]) == 64
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDS if "/runs/small-" in name])
+def test_the_numbers_of_a_run_are_those_of_its_documents(name):
+    """Nothing is typed: perplexities follow from the losses of documents, of all tokens and of key tokens."""
+    measured = json.loads((ROOT / name).read_text())["measured"]
+    once = [(metric, json.dumps(entry["conditions"])) for entry in measured for metric in entry["metrics"]]
+    assert len(once) == len(set(once))
+    for metrics in (entry["metrics"] for entry in measured):
+        for metric in metrics.keys() & {"ppl", "longppl"}:
+            for part in metrics["ppl"].values() if metric == "ppl" else [metrics["longppl"]]:
+                loss, tokens = (math.fsum(numbers) for numbers in zip(*part["by_document"].values(), strict=True))
+                assert tokens == part["key_tokens" if metric == "longppl" else "tokens"]
+                assert part[metric] == pytest.approx(math.exp(loss / tokens), rel=1e-9)
 
 
 def test_runs_of_one_seed_saw_the_same_samples():

@@ -139,8 +139,8 @@ class _Recorded:
     def __init__(self, choose: Callable[..., Tensor], logits: Float[Tensor, "row token"]):
         self.logits, self.graph = logits.clone(), torch.cuda.CUDAGraph()
         state, side = torch.cuda.get_rng_state(logits.device), torch.cuda.Stream(logits.device)
-        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.device(logits.device):
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 choose(None, self.logits)
             torch.cuda.current_stream().wait_stream(side)
@@ -186,7 +186,7 @@ class _Message:
     def send(self, chosen: Int[Tensor, " row"], unfinished: Int[Tensor, " row"]) -> None:
         self.held.copy_(torch.cat((chosen, unfinished.amax(0, keepdim=True))), non_blocking=True)
         if self.arrived is not None:
-            self.arrived.record()
+            self.arrived.record(torch.cuda.current_stream(chosen.device))  # which need not be the current device
 
     def receive(self) -> tuple[Int[Tensor, " row"], bool]:
         """The chosen tokens, and whether more are wanted."""

@@ -21,6 +21,7 @@ import torch
 import elastic_memory as em
 from elastic_memory.common.environment import free_memory
 from elastic_memory.common.files import sha256, write_json
+from elastic_memory.common.locks import locked
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import Samples, prepare, samples
 from elastic_memory.evaluation.inputs import Spread
@@ -201,15 +202,17 @@ class Lab:
         `sharing` is the number of such processes on the device.
         """
         wanted = list(wanted)
-        if self.record(model).trained and not self.missing(model, wanted):
-            return
-        self._train(model, sharing)
-        missing = self.missing(model, wanted)  # everything, if the model had to be trained again
-        for conditions in dict.fromkeys(conditions for _, conditions in missing):
-            self._measure(model, conditions, [metric for metric, when in missing if when == conditions])
-        if not keep_weights and self.run(model).recipe.name == self.recipe(model).name:  # not of `elastic train`
-            self._remove(self.run(model).folder)
-            self.run.cache_clear()  # type: ignore[attr-defined]
+        # Training locks its run; another call must not measure the model, or remove it, at the same time either.
+        with locked(self.work / "locks" / self.record(model).content["name"]):
+            if self.record(model).trained and not self.missing(model, wanted):
+                return
+            self._train(model, sharing)
+            missing = self.missing(model, wanted)  # everything, if the model had to be trained again
+            for conditions in dict.fromkeys(conditions for _, conditions in missing):
+                self._measure(model, conditions, [metric for metric, when in missing if when == conditions])
+            if not keep_weights and self.run(model).recipe.name == self.recipe(model).name:  # not of `elastic train`
+                self._remove(self.run(model).folder)
+                self.run.cache_clear()  # type: ignore[attr-defined]
 
     def _remove(self, folder: Path) -> None:
         """Rename first: a half-removed folder must not look like a finished run."""

@@ -29,6 +29,11 @@ class Record:
         held = {key: found.get(key) for key in facts} if isinstance(found, dict) else {}
         if held != facts or not {"trained", "measured"} <= found.keys():
             raise ValueError(f"{self.path} is the record of another run: move it, or choose another --out")
+        trained, measured = found["trained"], found["measured"]
+        entries = measured if isinstance(measured, list) else [None]
+        whole = all(isinstance(entry, dict) and {"conditions", "metrics"} <= entry.keys() for entry in entries)
+        if not whole or not (trained is None or (isinstance(trained, dict) and "recipe" in trained)):
+            raise ValueError(f"{self.path} is damaged: remove it, and repeat the command")
         return found
 
     @property

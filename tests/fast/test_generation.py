@@ -1,6 +1,7 @@
 """`generate` by captured steps, here on the CPU, where a step is not recorded but all else is the same."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,6 +177,18 @@ def test_the_next_call_finds_the_decoders_of_the_last(model, ids, monkeypatch):
         model.generate(ids[:1].expand(rows, -1), do_sample=False, **LONG)
     idle = [one for one in decoder.DECODERS[model.base_model] if one.cache() is None]
     assert len(idle) <= decoder.IDLE + 1 and used in decoder.DECODERS[model.base_model]
+
+
+def test_tokens_are_awaited_on_the_device_that_chose_them(monkeypatch):
+    """Without a stream, an event is recorded on the current device, where nothing is copied: stale tokens are read."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    message = generation._Message(torch.zeros(2, 3, dtype=torch.long))
+    message.arrived = SimpleNamespace(record=lambda stream=None: waited.append(stream), synchronize=lambda: None)
+    message.send(torch.tensor([5, 6]), torch.tensor([0, 1]))
+    assert waited == [torch.device("cpu")]
+    tokens, more = message.receive()
+    assert tokens.tolist() == [5, 6] and more
 
 
 def test_models_are_not_kept_alive(ids, monkeypatch):

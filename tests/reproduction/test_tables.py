@@ -235,6 +235,21 @@ def test_what_is_wanted_later_is_measured_again_with_all_the_rest(data, tmp_path
     assert len(made.record(model).content["measured"]) == 2
 
 
+def test_another_call_does_not_measure_what_this_one_measures(data, tmp_path, monkeypatch):
+    """Both would add the same numbers to the record, and one remove the weights that the other reads."""
+    model, pairs, measure = Trained(memory="none", seed=42), [("ppl", lab.Conditions())], Lab._measure
+
+    def with_another_call(self, *args):
+        with pytest.raises(ValueError, match="in use by process"):
+            Lab("smoke", tmp_path, data).complete(model, pairs)
+        measure(self, *args)
+
+    monkeypatch.setattr(Lab, "_measure", with_another_call)
+    made = Lab("smoke", tmp_path, data)
+    made.complete(model, pairs)
+    assert len(made.record(model).content["measured"]) == 1
+
+
 def test_numbers_that_do_not_compare_are_not_put_into_one_table(data, tmp_path):
     make(MINI, tmp_path, data)
     path = next(tmp_path.glob("runs/smoke-proofs-none-*.json"))
@@ -299,6 +314,10 @@ def test_files_that_are_not_its_own_are_not_written_over(data, tmp_path):
     kept.write_text(whole.replace('"seed": 42', '"seed": 43', 1))
     with pytest.raises(ValueError, match="is the record of another run"):
         make(MINI, tmp_path, data)
+    for damage in ({"measured": [1]}, {"measured": [{}]}, {"measured": {}}, {"trained": 5}, {"trained": {}}):
+        kept.write_text(json.dumps(json.loads(whole) | damage))
+        with pytest.raises(ValueError, match="is damaged: remove it"):
+            make(MINI, tmp_path, data)
 
 
 def test_the_command_trains_in_this_process_and_writes_without_training(data, tmp_path, capsys):
