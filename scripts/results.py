@@ -14,7 +14,7 @@ from elastic_memory.report import plots
 from elastic_memory.report.catalogue import insert
 from elastic_memory.report.speed import headline
 from elastic_memory.report.tables import Table
-from elastic_memory.reproduction import ledger
+from elastic_memory.reproduction import frozen_trunk, ledger
 from elastic_memory.reproduction.lab import Lab
 from elastic_memory.reproduction.tables import experiments, real_model, recall
 from elastic_memory.training.plan import make_plan, measurements
@@ -125,7 +125,9 @@ def overview(root: Path) -> str:
     speed = f"**Speed.** {headline(root)}"
     links = "Records: [speed](results/speed-paper.json), [peers and streams](benchmarks/results).\n"
     language = LANGUAGE.format(**known(root))
-    return "\n".join([RECALL, recall_table(root), language, picture, main(root), speed, links])
+    return "\n".join(
+        [RECALL, recall_table(root), language, picture, main(root), frozen_trunk.summary(root), speed, links]
+    )
 
 
 def main(root: Path) -> str:
@@ -214,7 +216,8 @@ def index(root: Path) -> str:
     tables = "\n".join((root / "results" / f"{name}.md").read_text() for name in names)
     shown = "\n".join(f"![{title}]({name}-small.png)\n" for title, name in PICTURES.items())
     recalled = (root / "results" / "recall-small.md").read_text()
-    return "\n".join([INDEX.format(**known(root)), tables, shown, "## Recall\n", recalled])
+    frozen = ["## In a pretrained model whose other layers are frozen\n", frozen_trunk.table(root)]
+    return "\n".join([INDEX.format(**known(root)), tables, shown, "## Recall\n", recalled, *frozen])
 
 
 def write(root: Path) -> None:
@@ -227,8 +230,13 @@ def write(root: Path) -> None:
     ledger.write(root / "results", "small")
     pictures(root)
     (root / "results" / "README.md").write_text(index(root), encoding="utf-8")
-    pages = [("README.md", overview(root), "results"), ("docs/training.md", plan(root), "plan")]
-    for page, text, name in [*pages, ("docs/evaluation.md", recall_table(root), "recall")]:
+    pages = [
+        ("README.md", overview(root), "results"),
+        ("docs/training.md", plan(root), "plan"),
+        ("docs/evaluation.md", recall_table(root), "recall"),
+        ("docs/attach.md", frozen_trunk.table(root), "frozen"),
+    ]
+    for page, text, name in pages:
         path = root / page
         path.write_text(insert(path.read_text(encoding="utf-8"), text, name), encoding="utf-8")
 

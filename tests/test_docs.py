@@ -247,6 +247,7 @@ def test_what_the_pages_of_results_say_is_computed():
 
 def test_results_are_those_on_record():
     from elastic_memory.report import catalogue, speed
+    from elastic_memory.reproduction import frozen_trunk
     from scripts import results
 
     page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
@@ -259,6 +260,8 @@ def test_results_are_those_on_record():
     assert evaluation == catalogue.insert(evaluation, results.recall_table(ROOT), "recall"), (
         "run python scripts/results.py"
     )
+    attach = (ROOT / "docs" / "attach.md").read_text(encoding="utf-8")
+    assert attach == catalogue.insert(attach, frozen_trunk.table(ROOT), "frozen"), "run python scripts/results.py"
     assert (ROOT / "results" / "README.md").read_text() == results.index(ROOT), "run python scripts/results.py"
 
 

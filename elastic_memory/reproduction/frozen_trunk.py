@@ -1,10 +1,11 @@
-"""The table of memories in a pretrained model whose other layers are frozen, from the record of the benchmark."""
+"""The table of memories in a frozen pretrained model, made of the record of benchmarks/frozen_trunk.py."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_memory.common.strict import read_json
+from elastic_memory.report.speed import newest
 from elastic_memory.report.tables import Table
 from elastic_memory.reproduction.real_measures import Documents, difference, ppl_of
 from elastic_memory.reproduction.tables.real_model import BASE, DESIGNS
@@ -22,9 +23,34 @@ NOTE = (
 )
 
 
+SUMMARY = """\
+**In a pretrained model.** SmolLM2-135M with a sliding window of {window:,} tokens gets a memory in one layer, and only
+that layer's attention is trained. The control, a window wider by as many floats, lowers perplexity beyond the window by
+{rival:.1%}; the best memory of that size, "{best}", by {first:.1%}; elastic memory alone by {elastic:.1%}. Here
+raw tokens are worth more than compressed ones. All designs: [attach](docs/attach.md#which-memory).
+Record: [{name}](benchmarks/results/{name}).
+"""
+
+
+def summary(root: Path) -> str:
+    """The README's paragraph."""
+    record = newest(root, "frozen-trunk-cpu")
+    lower = {
+        design: -_difference(record, design, BASE, sorted(record["runs"][design]))[0]
+        for design in record["runs"]
+        if design not in (BASE, RIVAL) and "untrained" not in DESIGNS[design]
+    }
+    best = max(lower, key=lambda design: lower[design])
+    elastic = max(value for design, value in lower.items() if DESIGNS[design]["memory"] == "elastic")
+    name = sorted((root / "benchmarks" / "results").glob("frozen-trunk-cpu-*.json"))[-1].name
+    rival = -_difference(record, RIVAL, BASE, sorted(record["runs"][RIVAL]))[0]
+    known = {"rival": rival, "best": best, "first": lower[best], "elastic": elastic, "name": name}
+    return SUMMARY.format(**record["plan"], **known)
+
+
 def table(root: Path) -> str:
     """All designs, the best first; the newest record counts."""
-    record = read_json(sorted((root / "benchmarks" / "results").glob("frozen-trunk-cpu-*.json"))[-1])
+    record = newest(root, "frozen-trunk-cpu")
     ranked = sorted(record["runs"], key=lambda design: _mean(ppl_of(one, 1) for one in _documents(record, design)))
     return Table(
         "Memories in a frozen pretrained model",
@@ -66,11 +92,14 @@ def _against(record: dict[str, Any], design: str, other: str) -> str:
     seeds = sorted(these.keys() & those.keys())
     if design == other or not seeds:
         return "-"
-    pairs = [([these[seed]["documents"]], [those[seed]["documents"]]) for seed in seeds]
-    all_seeds = [[documents for (documents,) in side] for side in zip(*pairs, strict=True)]
-    middle, low, high = difference(*all_seeds)
-    each = ", ".join(f"{difference(*pair)[0]:+.2%}" for pair in pairs)
+    middle, low, high = _difference(record, design, other, seeds)
+    each = ", ".join(f"{_difference(record, design, other, [seed])[0]:+.2%}" for seed in seeds)
     return f"{middle:+.2%} [{low:+.2%}, {high:+.2%}]" + (f"; {each}" if len(seeds) > 1 else "")
+
+
+def _difference(record: dict[str, Any], design: str, other: str, seeds: Sequence[str]) -> tuple[float, float, float]:
+    these, those = ([record["runs"][name][seed]["documents"] for seed in seeds] for name in (design, other))
+    return difference(these, those)
 
 
 def _documents(record: dict[str, Any], design: str) -> list[Documents]:
