@@ -130,7 +130,7 @@ class ClockMemory(LinearMemory):
         if self.rate == "constant":
             return super().write(state, block, seen)
         places = self._places(wide(block.key)[:, :, None], seen)[:, :, 0]
-        signal = wide(torch.cat((block.key, block.value), dim=3))
+        signal = torch.cat((block.key, block.value), dim=3).float()
         new = pace.projections(places, self.bank.order, signal.dtype) @ signal
         if seen:
             new = pace.transitions(places[..., 0], self.bank.order, signal.dtype) @ torch.cat(state, dim=3) + new

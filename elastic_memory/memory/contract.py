@@ -16,8 +16,10 @@ streaming, caches and gradient checkpointing are the caller's work. Two kinds of
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any, ClassVar, NamedTuple, Self
+from inspect import Parameter, signature
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, ClassVar, NamedTuple, Self, get_args, get_origin
 
 import torch
 from torch import nn
@@ -92,6 +94,24 @@ class MemoryInfo:
     order_at: Callable[[int, Geometry], int | None] = _as_large_as_infini
     # Floats of a row's state as the paper counts them, from the sizes of its parts.
     paper_floats: Callable[..., int] = lambda *parts: sum(parts)
+
+
+# What an option may be, by its annotation: configurations and command lines give anything.
+TYPES: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "True or False"), int: (Integral, "a whole number"), float: (Real, "a number"), str: (str, "a name"),
+    dict: (dict, "names and their values"), Callable: (Callable, "a function"), NoneType: (NoneType, "None"),
+}  # fmt: skip
+
+
+def check_type(name: str, value: Any, annotation: Any) -> None:
+    """Refuse an option that is not what its annotation says; annotations of other kinds say nothing."""
+    parts = [annotation] if get_origin(annotation) in TYPES or annotation in TYPES else get_args(annotation)
+    kinds = [get_origin(part) or part for part in parts]
+    if annotation is Parameter.empty or not kinds or not TYPES.keys() >= set(kinds):
+        return
+    number = isinstance(value, bool) and bool not in kinds  # to Python a bool is a number
+    if number or not isinstance(value, tuple(TYPES[kind][0] for kind in kinds)):
+        raise ValueError(f"{name}={value!r}: give {' or '.join(TYPES[kind][1] for kind in kinds)}")
 
 
 class Memory(nn.Module):
@@ -182,10 +202,10 @@ class Memory(nn.Module):
                 if RENAMED.get(name) in known:
                     hint = f"did you mean {RENAMED[name]!r}? It had this name in earlier versions"
                 raise ValueError(f"{cls.__name__} has no option {name!r}: {hint}")
+            check_type(name, own[name], signature(cls.__init__).parameters[name].annotation)
         memory = cls(geometry, **own)
         silent = options.get("silent", False)
-        if not isinstance(silent, bool):
-            raise ValueError(f"silent={silent!r}: give True or False")
+        check_type("silent", silent, bool)
         if silent:
             if not memory.start(1, "meta"):
                 raise ValueError(f"silent=True has no effect: {cls.__name__} has no memory state here; leave it out")

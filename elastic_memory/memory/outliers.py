@@ -15,6 +15,9 @@ from elastic_memory.operators import Step
 from elastic_memory.shapes import Float, Int, Tensor
 
 EMPTY = -1.0  # novelty of a slot without a token
+# A key closer than this to what the polynomial gives, as a share of its squared length, is not novel at all: rounding
+# must not choose tokens where a text begins with one that comes again and again, or results depend on how it is split.
+ROUNDING = 1e-6
 
 
 class Newest(NamedTuple):
@@ -139,7 +142,9 @@ def _novelty(
 
     The polynomial gets coarser as the history grows. Relative to its block, a token is as novel early as late.
     """
-    distance = (wide(key) - given).square().sum(3)
+    key = wide(key)
+    distance = (key - given).square().sum(3)
+    distance = torch.where(distance > ROUNDING * key.square().sum(3), distance, 0)
     return distance / distance.mean(2, keepdim=True).clamp(min=1e-30)
 
 

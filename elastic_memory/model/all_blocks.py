@@ -44,7 +44,7 @@ def attend(
     size = layer.locality.span(length)
     query, key, value = (_split(x, size) for x in (query, key, value))
     raw = None if raw is None else _split(raw, size)
-    if layer.window is not None and _slides_fast(layer, query, key):
+    if layer.window is not None and _slides_fast(layer, query, key, value):
         rotated = _inside(rope, query) if len(readings) > 0 else query  # only memory is read from inside a block
         mixed = _slide(layer, rope, query, key, value, rotated, raw, joining)
     else:
@@ -100,9 +100,11 @@ def _before(rope: Rope, key: Blocks, value: Blocks, window: int, first: int, las
     return rope(key, torch.arange(-count, 0, device=key.device)), value
 
 
-def _slides_fast(layer: DecoderLayer, query: Blocks, key: Blocks) -> bool:
+def _slides_fast(layer: DecoderLayer, query: Blocks, key: Blocks, value: Blocks) -> bool:
     """Whether sliding attention runs without masks."""
-    return windows is not None and layer.self_attn.corrupt is None and windows.supports(query, key)
+    if windows is None or layer.self_attn.corrupt is not None or layer.self_attn.beyond_float16(value):
+        return False
+    return bool(windows.supports(query, key))
 
 
 def _slide(

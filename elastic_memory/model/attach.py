@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic_memory.common.defaults import BLOCK_SIZE
 from elastic_memory.common.hooks import has_hooks
-from elastic_memory.memory.contract import with_new_names
+from elastic_memory.memory.contract import check_type, with_new_names
 from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import MEMORY, MemorySettings, geometry_of, refuse_dropout
@@ -186,6 +186,7 @@ def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _silent(silent: bool | None, settings: MemorySettings, again: bool) -> bool:
     """Whether the memory starts silent: as given, as saved, or if it is new and can."""
+    check_type("silent", silent, bool | None)
     had = bool(settings.memory_options.get("silent"))
     if again and silent not in (None, had):
         raise ValueError(

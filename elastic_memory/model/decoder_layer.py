@@ -94,6 +94,22 @@ class MemoryAttention(nn.Module):
         """
         if not reading or not self.memory.shares_softmax or self.scores_alike:
             return self._softmax(rotated, key, value, mask)
+        if self.beyond_float16(value):
+            wide = rotated.float(), key.float(), value.float(), None if query is None else query.float()
+            with torch.autocast(value.device.type, enabled=False):
+                return self._attend_unlike(*wide, mask, reading).to(value.dtype)
+        return self._attend_unlike(rotated, key, value, query, mask, reading)
+
+    def _attend_unlike(
+        self,
+        rotated: Heads,
+        key: Heads,
+        value: Heads,
+        query: Heads | None,
+        mask: Bool[Tensor, "*rows query key"] | None,
+        reading: Reading,
+    ) -> Heads:
+        """`attend` with memory's columns scored in another way than the block's own."""
         columns, dim = reading[0].shape[2], value.shape[-1]
         known, own = key[:, :, :columns], key[:, :, columns:]
         looking, known = self.looking(rotated, query, known, reading)
@@ -118,6 +134,11 @@ class MemoryAttention(nn.Module):
     def scores_alike(self) -> bool:
         """Whether memory's columns in the block's softmax are scored as the block's own."""
         return self.memory.gain is None and not self.memory.adds_score and not self.memory.raw_queries
+
+    def beyond_float16(self, value: Heads) -> bool:
+        """Whether training needs numbers that float16 lacks: weights of columns nearly silent, and their gradients."""
+        joins = self.memory.gain is not None and self.memory.shares_softmax
+        return joins and value.dtype == torch.float16 and torch.is_grad_enabled()
 
     def weighed(self, local: Tensor, mixed: Tensor) -> Tensor:
         """What a memory outside the softmax made of the block's own attention, as far as its gain says."""

@@ -87,6 +87,15 @@ def test_a_learned_clock_starts_as_the_constant_one(rate, local):
         torch.testing.assert_close(torch.cat(pieces, dim=1), logits(plain, tokens()), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("rate", ["learned", "content"])
+def test_a_stream_of_a_learned_clock_in_double_precision(rate):
+    """Its state is float32, as everywhere."""
+    model = fresh(f"clock 3 14 {rate}").double()
+    cache = em.MemoryCache(model)
+    pieces = [logits(model, piece, past_key_values=cache) for piece in tokens().split([20, 3, 22], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), logits(model, tokens()), atol=2e-5, rtol=0)
+
+
 @given(faster=st.floats(-2000, 2000), seed=st.integers(0, 30), size=st.sampled_from([BLOCK, 256]))
 @settings(max_examples=25)
 @example(faster=5, seed=0, size=256)  # the first tokens of a block take next to nothing of the domain

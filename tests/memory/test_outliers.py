@@ -3,9 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import elastic_memory as em
 from elastic_memory.memory import Block
 from elastic_memory.memory.counts import state_floats
-from tests.memory.cases import BLOCK, fresh, memory_of
+from tests.memory.cases import BLOCK, fresh, logits, memory_of, tokens
 from tests.oracles import outliers as oracle
 
 
@@ -50,6 +51,16 @@ def test_a_token_unlike_all_others_stays():
     key[:, :, 5] += 3
     state = read_in_blocks(memory, key, key, [BLOCK] * 60)
     assert (state[2] == key[:, :, 5:6]).all(-1).any(-1).all()
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_rounding_chooses_no_tokens_where_a_text_begins_with_one_many_times(share):
+    """Their keys are what the polynomial gives: none is novel, in a stream as in a whole sample."""
+    model, ids = fresh("outliers", memory_options={"share": share}), tokens(1, 61)
+    ids[:, : 3 * BLOCK] = 7
+    cache = em.MemoryCache(model)
+    pieces = [logits(model, piece, past_key_values=cache) for piece in ids.split([5, 20, 1, 35], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), logits(model, ids), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("share", "parts"), [(0.5, (6, 6)), (0.25, (9, 3)), (0.9, (1, 11))])

@@ -109,6 +109,14 @@ def test_options_of_the_memory(llama, tmp_path):
         (dict(window=32), "only 'sliding' has a window"),
         (dict(local="sliding", window=24), "give a multiple of block_size=16"),
         (dict(block_size=0), "--block-size 0: give 1"),
+        (dict(set_=["mass=maybe"]), "mass='maybe': give True or False"),
+        (dict(set_=["length=3"]), "length=3: give True or False"),
+        (dict(set_=["silent=maybe"]), "silent='maybe': give True or False"),
+        (dict(set_=["detach_every=1.5"]), r"detach_every=1\.5: give a whole number or None"),
+        (dict(set_=["sampling_options=3"]), "sampling_options=3: give names and their values or None"),
+        (dict(memory="dyadic", set_=["segments=true"]), "segments=True: give a whole number"),
+        (dict(memory="clock", set_=["shortest=a"]), "shortest='a': give a whole number"),
+        (dict(memory="recent", set_=["share=half"]), "share='half': give a number"),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_nothing(changes, message, llama, tmp_path):
