@@ -97,10 +97,10 @@ class MemoryAttention(nn.Module):
         if self.beyond_float16(value):
             wide = rotated.float(), key.float(), value.float(), None if query is None else query.float()
             with torch.autocast(value.device.type, enabled=False):
-                return self._attend_unlike(*wide, mask, reading).to(value.dtype)
-        return self._attend_unlike(rotated, key, value, query, mask, reading)
+                return self._attend_scored(*wide, mask, reading).to(value.dtype)
+        return self._attend_scored(rotated, key, value, query, mask, reading)
 
-    def _attend_unlike(
+    def _attend_scored(
         self,
         rotated: Heads,
         key: Heads,
@@ -109,7 +109,7 @@ class MemoryAttention(nn.Module):
         mask: Bool[Tensor, "*rows query key"] | None,
         reading: Reading,
     ) -> Heads:
-        """`attend` with memory's columns scored in another way than the block's own."""
+        """`attend` where memory scores its columns in its own way."""
         columns, dim = reading[0].shape[2], value.shape[-1]
         known, own = key[:, :, :columns], key[:, :, columns:]
         looking, known = self.looking(rotated, query, known, reading)
