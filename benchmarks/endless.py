@@ -51,11 +51,11 @@ def clock(model):
     return time.perf_counter()
 
 
-def stream(model, ids, call):
+def stream(model, ids, call, narrow):
     """For each part: where it ends, its perplexity, seconds per 1,000 tokens, bytes of the cache and of the device."""
     cuda, rows, cache = model.device.type == "cuda", [], empty_cache(model)
     part = max(1, len(ids) // PARTS // call) * call
-    with evaluating(model), torch.autocast(model.device.type, torch.bfloat16, enabled=cuda):
+    with evaluating(model), torch.autocast(model.device.type, torch.bfloat16, enabled=narrow):
         for first in range(0, len(ids) - 1, part):
             last, losses = min(first + part, len(ids) - 1), []
             if cuda:
@@ -86,16 +86,19 @@ def main():
     parser.add_argument("--call", type=int, default=1024, help="tokens read at a time")
     parser.add_argument("--beside", help="a model without memory, such as the untouched one")
     parser.add_argument("--until", type=int, default=16384, help="tokens that it reads")
+    parser.add_argument("--bf16", action="store_true", help="on a CPU, too")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    narrow = args.bf16 or torch.cuda.is_available()
     ids = tokens_of(args.text, args.model, args.tokens)
     streams = {"with memory": (args.model, ids)}
     if args.beside:
         streams["full attention"] = (args.beside, ids[: args.until])
     results = {"environment": environment(), "text": args.text.name, "tokens": len(ids), "call": args.call, "runs": []}
+    results |= {"precision": "bfloat16" if narrow else "float32"}
     for name, (path, some) in streams.items():
         print(name, flush=True)
-        rows = stream(load_model(path), some, args.call)
+        rows = stream(load_model(path), some, args.call, narrow)
         results["runs"].append({"attention": name, "model": Path(path).name, "rows": rows})
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(results, indent=1) + "\n")
