@@ -65,6 +65,8 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "clock per head" + BLOCKS: {"memory": "clock"},
 }  # fmt: skip
 
+ELASTIC = tuple(name for name, settings in DESIGNS.items() if settings.get("memory") == "elastic")
+
 
 def jobs(tier: str, seeds: int, corpora: Sequence[str], designs: Sequence[str]) -> list[Candidate]:
     """Most important first: by seed, then corpus, then design. What is not trained has one seed."""
