@@ -177,7 +177,7 @@ def test_the_readmes_figures_link_to_their_records():
     from scripts import results
 
     sections = re.split(r"^\*\*(?=[\w ]+\.\*\*)", results.overview(ROOT), flags=re.MULTILINE)[1:]
-    assert len(sections) == 3
+    assert len(sections) == 4
     for section in sections:
         assert re.search(r"\]\((results|benchmarks)/", section), section
 

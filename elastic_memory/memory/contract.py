@@ -96,10 +96,11 @@ class MemoryInfo:
     paper_floats: Callable[..., int] = lambda *parts: sum(parts)
 
 
-# What an option may be, by its annotation: configurations and command lines give anything.
+# What an option may be, by its annotation: configurations and command lines give anything. Names are the mechanism's to
+# check, which knows them all.
 TYPES: dict[Any, tuple[Any, str]] = {
-    bool: (bool, "True or False"), int: (Integral, "a whole number"), float: (Real, "a number"), str: (str, "a name"),
-    dict: (dict, "names and their values"), Callable: (Callable, "a function"), NoneType: (NoneType, "None"),
+    bool: (bool, "True or False"), int: (Integral, "a whole number"), float: (Real, "a number"),
+    dict: (dict, "names and their values"), NoneType: (NoneType, "None"),
 }  # fmt: skip
 
 

@@ -115,7 +115,9 @@ def test_a_table_has_the_papers_rows_and_columns_and_is_not_made_twice(name, dat
     assert collect(out).tables[f"{name}-smoke.md"].rows == [list(row) for row in table.rows], (
         "`elastic report` shows it"
     )
-    assert not [path for path in (out / "work").iterdir() if path.name not in ("data", "keys")], "weights are gone"
+    assert not [path for path in (out / "work").iterdir() if path.name not in ("data", "keys", "locks")], (
+        "weights are gone"
+    )
 
     monkeypatch.setattr(session, "build_model", lambda recipe: pytest.fail("trained again"))
     monkeypatch.setattr(lab, "load_model", lambda path: pytest.fail("measured again"))
