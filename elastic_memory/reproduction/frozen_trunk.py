@@ -17,8 +17,8 @@ NOTE = (
     "{order:,} in layer {layer}. Only the attention of that layer and the memory are trained, on {tokens:,} tokens in "
     "rows of {length:,}; {rows} test rows of {twice:,}. The first window is a control: memory is empty there. "
     "Differences are in perplexity beyond the window, in brackets their 95% intervals over documents; where a design "
-    "has several seeds, which train on different rows, the difference of each seed follows. LongPPL: {keys:,} key "
-    "tokens, found by the untouched model. Full attention and attention sinks are the untouched model. Not a table of "
+    "has several seeds, which train on different rows, the difference of each seed follows, and "
+    "perplexities are means. LongPPL: {keys:,} key tokens, found by the untouched model. Full attention and attention sinks are the untouched model. Not a table of "
     "the paper. Measured on {hardware}, torch {torch}, commit {commit}."
 )
 
@@ -36,14 +36,14 @@ def summary(root: Path) -> str:
     """The README's paragraph."""
     record = newest(root, "frozen-trunk-cpu")
     lower = {
-        design: -_difference(record, design, BASE, sorted(record["runs"][design]))[0]
+        design: -_difference(record, design, BASE)[0]
         for design in record["runs"]
         if design not in (BASE, RIVAL) and "untrained" not in DESIGNS[design]
     }
     best = max(lower, key=lambda design: lower[design])
     alone = max(value for design, value in lower.items() if design in ELASTIC)
     name = sorted((root / "benchmarks" / "results").glob("frozen-trunk-cpu-*.json"))[-1].name
-    rival = -_difference(record, RIVAL, BASE, sorted(record["runs"][RIVAL]))[0]
+    rival = -_difference(record, RIVAL, BASE)[0]
     known = {"rival": rival, "best": best, "first": lower[best], "alone": alone, "name": name}
     return SUMMARY.format(**record["plan"], **known)
 
@@ -51,7 +51,7 @@ def summary(root: Path) -> str:
 def table(root: Path) -> str:
     """All designs, the best first; the newest record counts."""
     record = newest(root, "frozen-trunk-cpu")
-    ranked = sorted(record["runs"], key=lambda design: _mean(ppl_of(one, 1) for one in _documents(record, design)))
+    ranked = sorted(record["runs"], key=lambda design: _difference(record, design, BASE)[0])
     return Table(
         "Memories in a frozen pretrained model",
         [
@@ -87,19 +87,26 @@ def _row(record: dict[str, Any], design: str) -> list[str]:
 
 
 def _against(record: dict[str, Any], design: str, other: str) -> str:
-    """By how much the perplexity is higher, over the seeds that both have."""
-    these, those = record["runs"][design], record["runs"].get(other, {})
-    seeds = sorted(these.keys() & those.keys())
-    if design == other or not seeds:
+    """By how much the perplexity is higher, over the seeds that both have, and for each of several seeds."""
+    if design == other:
         return "-"
-    middle, low, high = _difference(record, design, other, seeds)
+    middle, low, high = _difference(record, design, other)
+    seeds = _common(record, design, other)
     each = ", ".join(f"{_difference(record, design, other, [seed])[0]:+.2%}" for seed in seeds)
     return f"{middle:+.2%} [{low:+.2%}, {high:+.2%}]" + (f"; {each}" if len(seeds) > 1 else "")
 
 
-def _difference(record: dict[str, Any], design: str, other: str, seeds: Sequence[str]) -> tuple[float, float, float]:
-    these, those = ([record["runs"][name][seed]["documents"] for seed in seeds] for name in (design, other))
+def _difference(
+    record: dict[str, Any], design: str, other: str, seeds: Sequence[str] | None = None
+) -> tuple[float, float, float]:
+    """Of the seeds given, or of all that both have."""
+    chosen = seeds or _common(record, design, other)
+    these, those = ([record["runs"][name][seed]["documents"] for seed in chosen] for name in (design, other))
     return difference(these, those)
+
+
+def _common(record: dict[str, Any], design: str, other: str) -> list[str]:
+    return sorted(record["runs"][design].keys() & record["runs"][other].keys())
 
 
 def _documents(record: dict[str, Any], design: str) -> list[Documents]:
