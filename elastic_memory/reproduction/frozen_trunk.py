@@ -17,9 +17,9 @@ NOTE = (
     "{order:,} in layer {layer}. Only the attention of that layer and the memory are trained, on {tokens:,} tokens in "
     "rows of {length:,}; {rows} test rows of {twice:,}. The first window is a control: memory is empty there. "
     "Differences are in perplexity beyond the window, in brackets their 95% intervals over documents; where a design "
-    "has several seeds, which train on different rows, the difference of each seed follows, and "
-    "perplexities are means. LongPPL: {keys:,} key tokens, found by the untouched model. Full attention and attention sinks are the untouched model. Not a table of "
-    "the paper. Measured on {hardware}, torch {torch}, commit {commit}."
+    "has several seeds, which train on different rows, the difference of each seed follows, and perplexities are "
+    "means. LongPPL: {keys:,} key tokens, found by the untouched model. Full attention and attention sinks are the "
+    "untouched model. Not a table of the paper. Measured on {hardware}, torch {torch}, commit {commit}."
 )
 
 
