@@ -4,6 +4,7 @@ While one process compiles or measures, the others use the GPU. When time is up,
 a checkpoint, from which the next call resumes.
 """
 
+import os
 import signal
 import subprocess
 import time
@@ -23,9 +24,19 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def running_now(logs: Path) -> int:
-    """How many processes use the device now, if a scheduler with these logs runs; else 1."""
-    file = logs / "running"
-    return max(int(file.read_text() or 1), 1) if file.exists() else 1
+    """How many processes use the device now, by the schedulers with these logs; at least 1."""
+    counts = [int(file.read_text() or 1) for file in logs.glob("running-*") if _alive(int(file.name.split("-")[1]))]
+    return max(sum(counts), 1)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
 
 
 @dataclass
@@ -51,6 +62,7 @@ class Scheduler:
         self.failed: list[str] = []
         self.left: list[str] = []
         self.total = len(self.waiting)
+        self._counter = logs / f"running-{os.getpid()}"
 
     def run(self) -> None:
         """Run until everything is done or time is up; leaves no process behind."""
@@ -75,6 +87,7 @@ class Scheduler:
                 signal.signal(number, signal.SIG_IGN)  # processes are already being stopped
             self._collect()
             self._stop()
+            self._counter.unlink(missing_ok=True)
             self.left += [task.name for task in self.waiting]
             resume = ": repeat the command to resume" if self.left else ""
             tell(f"{len(self.done)} done, {len(self.failed)} failed, {len(self.left)} left{resume}")
@@ -130,7 +143,7 @@ class Scheduler:
 
     def _count(self) -> None:
         """Tell the jobs how many share the device; they record it."""
-        (self.logs / "running").write_text(str(len(self.running)))
+        self._counter.write_text(str(len(self.running)))
 
     def _last_line(self, task: Task) -> str:
         path = self.logs / f"{task.name}.log"

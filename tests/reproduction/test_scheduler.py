@@ -14,7 +14,7 @@ import pytest
 
 from elastic_memory.reproduction.lab import Lab, Trained
 from elastic_memory.reproduction.planning import tasks, to_do
-from elastic_memory.reproduction.scheduler import Scheduler, Task
+from elastic_memory.reproduction.scheduler import Scheduler, Task, running_now
 from elastic_memory.reproduction.tables import experiments
 from elastic_memory.reproduction.worker import Job
 
@@ -95,9 +95,12 @@ def test_a_job_that_fails_is_named_with_its_last_words_and_the_others_go_on(tmp_
 
 def test_a_job_without_enough_device_memory_is_tried_again_with_fewer_neighbours(tmp_path, capsys):
     # Fails while three jobs run, as the third to fill a GPU would.
-    code = "import pathlib, sys; sys.exit('CUDA out of memory' if pathlib.Path(sys.argv[1]).read_text() == '3' else 0)"
+    code = (
+        "import sys, time; from pathlib import Path; time.sleep(0.3); [file] = Path(sys.argv[1]).glob('running-*')\n"
+        "sys.exit('CUDA out of memory' if file.read_text() == '3' else 0)"
+    )
     logs = tmp_path / "logs"
-    large = Task("large", [sys.executable, "-c", "import time; time.sleep(0.3)\n" + code, str(logs / "running")])
+    large = Task("large", [sys.executable, "-c", code, str(logs)])
     jobs = [task(tmp_path, "one", 1.5), task(tmp_path, "two", 3), large, task(tmp_path, "last")]
     scheduler = Scheduler(jobs, 3, logs)
     scheduler.run()
@@ -108,6 +111,21 @@ def test_a_job_without_enough_device_memory_is_tried_again_with_fewer_neighbours
     scheduler = Scheduler([alone], 3, logs)
     scheduler.run()
     assert scheduler.failed == ["alone"]
+
+
+def test_jobs_of_all_calls_in_a_folder_share_the_device(tmp_path):
+    """Two calls at once: each counts the other's jobs; a call that was killed counts no more."""
+    logs, gone = tmp_path / "logs", subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    logs.mkdir()
+    (logs / f"running-{gone.pid}").write_text("3")
+    assert running_now(logs) == 1
+    (logs / f"running-{os.getppid()}").write_text("2")
+    read = "from elastic_memory.reproduction.scheduler import running_now; from pathlib import Path; import sys\n"
+    read += "Path(sys.argv[2]).write_text(str(running_now(Path(sys.argv[1]))))"
+    Scheduler([Task("one", [sys.executable, "-c", read, str(logs), str(tmp_path / "seen")])], 1, logs).run()
+    assert (tmp_path / "seen").read_text() == "3"
+    assert running_now(logs) == 2 and not (logs / f"running-{os.getpid()}").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
