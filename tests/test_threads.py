@@ -32,3 +32,19 @@ def test_what_the_user_says_stays(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setattr(time, "perf_counter", None)
     assert threads.choose_threads() == 2
+
+
+def test_products_as_wide_as_the_model_decide(monkeypatch):
+    """Small ones can be slow with two threads on busy cores where those of the model are not."""
+    torch.set_num_threads(2)
+    clock, wide = [0.0], 576
+
+    def work(x):
+        several = torch.get_num_threads() == 2
+        clock[0] += 0.1 if several == (x.shape[1] == 4 * wide) else 1.0
+
+    monkeypatch.setattr(torch.nn.functional, "silu", work)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    assert threads.choose_threads() == 1
+    torch.set_num_threads(2)
+    assert threads.choose_threads(wide) == 2

@@ -6,8 +6,8 @@ import time
 import torch
 
 
-def choose_threads() -> int:
-    """One thread, or all of torch's: whichever is now faster for small products.
+def choose_threads(width: int = 64) -> int:
+    """One thread, or all of torch's: whichever is now faster for the products of a model of this width.
 
     On shared cores a tiny model can be six times slower with two threads than with one, because each product waits for
     the slower thread. If OMP_NUM_THREADS is set, it decides.
@@ -15,12 +15,13 @@ def choose_threads() -> int:
     most = torch.get_num_threads()
     if most == 1 or "OMP_NUM_THREADS" in os.environ:
         return most
-    left, right = torch.randn(512, 64), torch.randn(64, 256)
+    left, right = torch.randn(512, width), torch.randn(width, 4 * width)
+    repeats = max(1, 100 * 64**2 // width**2)
 
     def seconds(threads: int) -> float:
         torch.set_num_threads(threads)
         begin = time.perf_counter()
-        for _ in range(100):
+        for _ in range(repeats):
             torch.nn.functional.silu(left @ right)
         return time.perf_counter() - begin
 

@@ -26,7 +26,7 @@ from elastic_memory.common.threads import choose_threads
 from elastic_memory.data import Samples, samples
 from elastic_memory.data.start import StartingModel
 from elastic_memory.training import checkpoints, limits, logs
-from elastic_memory.training.build import build_model, parameters_of, start_model
+from elastic_memory.training.build import build_config, build_model, parameters_of, start_model
 from elastic_memory.training.card import model_card
 from elastic_memory.training.corpus import data_hash, fit, tokenizer_sha256
 from elastic_memory.training.interrupts import Interrupts
@@ -156,7 +156,8 @@ class Session:
         if isinstance(known, int) and 1 <= known <= (os.cpu_count() or 1):
             torch.set_num_threads(known)
         elif not self.run.exists:
-            choose_threads()
+            config = self.start.config if self.start else build_config(self.run.recipe)
+            choose_threads(config.hidden_size)
 
     def _refuse_to_start(self) -> None:
         """If an unfinished run of this name exists, show how it differs: it is probably the one meant."""
