@@ -1,10 +1,14 @@
 """Which memory is worth its floats in a pretrained model, on a CPU: only the layer with memory is trained.
 
-    python benchmarks/frozen_trunk.py MODEL --data ROWS --work WORK --out benchmarks/results/frozen-trunk-cpu-DATE.json
+    python benchmarks/frozen_trunk.py MODEL --adapted RUN --data ROWS --work WORK \\
+      --out benchmarks/results/frozen-trunk-cpu-DATE.json
 
-All layers of MODEL get the same sliding window. What enters layer `--layer` is then the same for every design, so it is
+All layers get the same sliding window. What enters layer `--layer` is then the same for every design, so it is
 computed once and kept in WORK. Each design trains that layer's attention (0.9M weights of SmolLM2, and the memory's
 own) on the same rows in the same order, and is measured on test rows twice as long. Another seed trains on other rows.
+RUN is MODEL fine-tuned without memory under that window (`elastic attach MODEL --memory none --local sliding`, then
+`elastic train --from`): a model that was trained with full attention has learned to attend to the first tokens of a
+text, which a window loses. Without `--adapted` designs start from MODEL itself, which the bounds are of anyhow.
 Designs are those of `elastic reproduce real-model`; what is in `--out` already is not repeated. `--save DIR` keeps
 whole models. On Linux MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 saves a fifth of the time.
 """
@@ -23,13 +27,14 @@ from torch.nn.functional import cross_entropy
 
 from elastic_memory.common.environment import environment, hardware
 from elastic_memory.common.files import write_json
+from elastic_memory.common.strict import read_yaml
 from elastic_memory.data import samples
 from elastic_memory.evaluation.inputs import Spread, token_ids
-from elastic_memory.evaluation.loading import load_model, tokenizer_of
+from elastic_memory.evaluation.loading import load_model, starting_model, tokenizer_of
 from elastic_memory.evaluation.losses import evaluating, whole_losses
 from elastic_memory.evaluation.sinks import sink_losses
 from elastic_memory.memory import MEMORIES
-from elastic_memory.model import attach_memory
+from elastic_memory.model import attach_memory, detach_memory
 from elastic_memory.reproduction.real_measures import by_document, find_keys, key_loss
 from elastic_memory.reproduction.real_model import Study
 from elastic_memory.reproduction.tables.real_model import BASE, DESIGNS, PLANS
@@ -65,6 +70,11 @@ def above(model, layer: int):
     return model
 
 
+def trunk(args):
+    """The model that all designs start from, without memory."""
+    return detach_memory(load_model(args.adapted)).float() if args.adapted else load_model(args.model).float()
+
+
 def narrow():
     return torch.autocast("cpu", torch.bfloat16)
 
@@ -73,12 +83,12 @@ def hidden_states(rows, length: int, name: str, args):
     """What enters the layer, of every row, from a file that is made once; read row by row."""
     path = args.work / f"{name}-{args.layer}-{args.window}-{length}-{len(rows)}.safetensors"
     if not path.exists():
-        trunk = attached(below(load_model(args.model).float(), args.layer), BASE, 0, args).bfloat16()
-        trunk.model.embed_tokens.float()  # for a residual stream in float32
+        lower = attached(below(trunk(args), args.layer), BASE, 0, args).bfloat16()
+        lower.model.embed_tokens.float()  # for a residual stream in float32
         held = {}
-        with evaluating(trunk), narrow():
+        with evaluating(lower), narrow():
             for index, row in enumerate(rows):
-                held[str(index)] = trunk.model(token_ids(row)[None, :length]).last_hidden_state[0].bfloat16()
+                held[str(index)] = lower.model(token_ids(row)[None, :length]).last_hidden_state[0].bfloat16()
                 print(f"{name}: row {index + 1} of {len(rows)}", end="\r", flush=True)
         args.work.mkdir(parents=True, exist_ok=True)
         save_file(held, path)
@@ -145,10 +155,19 @@ def token_losses(upper, rows, states):
     return losses
 
 
+def adaptation(args):
+    """On how many tokens the trunk was fine-tuned, how, and which weights that gave."""
+    if not args.adapted:
+        return None
+    training = read_yaml((Path(args.adapted) / "recipe.yaml").read_text(), "recipe.yaml")["training"]
+    known = {name: training[name] for name in ("tokens", "length", "batch_tokens", "learning_rate", "seed")}
+    return known | {"weights": starting_model(args.adapted).sha256}
+
+
 def check(design: str, rows, args) -> float:
     """How far the upper part alone is from the whole model, in logits; both in float32 from the same states."""
-    whole = attached(load_model(args.model).float(), design, args.layer, args)
-    upper = attached(above(load_model(args.model).float(), args.layer), design, 0, args)
+    whole = attached(trunk(args), design, args.layer, args)
+    upper = attached(above(trunk(args), args.layer), design, 0, args)
     ids = token_ids(rows[0])[None, : 2 * args.window]
     with evaluating(whole), evaluating(upper):
         expected = whole(ids, output_hidden_states=True, use_cache=False)
@@ -158,7 +177,7 @@ def check(design: str, rows, args) -> float:
 
 def save(upper, design: str, args) -> None:
     """The whole model with the trained layer, as a folder that every command reads."""
-    whole = attached(load_model(args.model).float(), design, args.layer, args)
+    whole = attached(trunk(args), design, args.layer, args)
     whole.model.layers[args.layer].self_attn.load_state_dict(upper.model.layers[0].self_attn.state_dict())
     folder = args.save / f"{design.replace(' ', '-')}-seed{args.seed}"
     tokenizer_of(args.model).save(folder)
@@ -172,7 +191,7 @@ def trained(design: str, tested, outputs, args):
     rows = [seen[index] for index in order]
     inputs = hidden_states(rows, args.length, f"train-seed{args.seed}", args)
     torch.manual_seed(args.seed)
-    upper = attached(above(load_model(args.model).float(), args.layer), design, 0, args)
+    upper = attached(above(trunk(args), args.layer), design, 0, args)
     begun = time.monotonic()
     losses = train(upper, rows, inputs, args)
     after = time.monotonic()
@@ -205,6 +224,7 @@ def untrained(design: str, tested, args):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a GGUF file, a folder or a name on the hub")
+    parser.add_argument("--adapted", help="a run of MODEL without memory that all designs start from")
     parser.add_argument(
         "--data", type=Path, required=True, help="rows in the model's tokens, twice as long as --length"
     )
@@ -227,7 +247,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="folder for the models")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    plan = {name: getattr(args, name) for name in PLAN} | {"model": Path(args.model).name}
+    plan = {name: getattr(args, name) for name in PLAN} | {"model": Path(args.model).name, "adapted": adaptation(args)}
     study = Study(PLANS["smoke"], args.work, args.data.parent, args.model)
     study.unpack()
     args.model = study.model

@@ -1,6 +1,7 @@
 """The programs under benchmarks/ run where there is no GPU, at tiny sizes."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,8 +16,11 @@ from benchmarks.peers import time_limit
 from elastic_memory.data import load_tokenizer, samples
 from elastic_memory.data.prepare import prepare
 from elastic_memory.evaluation.attaching import write_attached
-from elastic_memory.evaluation.loading import load_model
+from elastic_memory.evaluation.loading import load_model, starting_model
 from elastic_memory.evaluation.losses import streamed_losses
+from elastic_memory.evaluation.sinks import sink_losses
+from elastic_memory.training.recipe import load_recipe
+from elastic_memory.training.session import train
 
 ROOT = Path(__file__).parents[1]
 OURS = ("Transformer++", "Elastic 1x", "Infini", "Memorizing 1x", "Full attention")
@@ -134,7 +138,8 @@ def test_sliding_is_timed_beside_blocks(tmp_path):
         assert "loss" not in row or abs(row["loss"] - row["loss_with_masks"]) < 1e-3
 
 
-def test_only_the_layer_with_memory_is_trained_above_states_that_are_computed_once(tmp_path):
+@pytest.mark.parametrize("adapted", [False, True])
+def test_only_the_layer_with_memory_is_trained_above_states_that_are_computed_once(tmp_path, adapted):
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
                          num_attention_heads=2, max_position_embeddings=512)  # fmt: skip
@@ -148,12 +153,24 @@ def test_only_the_layer_with_memory_is_trained_above_states_that_are_computed_on
     command = [sys.executable, str(ROOT / "benchmarks" / "frozen_trunk.py"), str(tmp_path / "plain")]
     command += ["--data", str(tmp_path / "rows"), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "o.json")]
     command += ["--layer", "1", "--window", "32", "--block", "16", "--order", "8", "--length", "64", "--steps", "3"]
-    command += ["--rows", "4", "--key-rows", "1", "--save", str(tmp_path / "models"), "--designs"]
+    command += ["--rows", "4", "--key-rows", "1", "--save", str(tmp_path / "models")]
+    if adapted:
+        sliding = {"memory": "none", "local_attention": "sliding", "window": 32, "block_size": 16}
+        write_attached(str(tmp_path / "plain"), tmp_path / "windowed", "float32", **sliding)
+        changes = ["training.length=128", "training.batch_tokens=128", "training.tokens=256", "training.precision=fp32"]
+        recipe = load_recipe("finetune/laptop", [*changes, "training.learning_rate=1e-2"])
+        run = train(recipe, tmp_path / "rows", tmp_path, start=starting_model(str(tmp_path / "windowed")))["name"]
+        command += ["--adapted", str(tmp_path / run)]
+        start = load_model(str(tmp_path / run))
+        assert not torch.equal(start.lm_head.weight, plain.lm_head.weight)
+        untouched, plain = plain, start
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for designs in ("no memory, attention sinks", "no memory, elastic cells"):
-        subprocess.run([*command, designs], capture_output=True, timeout=300, env=environment, check=True)
+        given = [*command, "--designs", designs]
+        subprocess.run(given, capture_output=True, timeout=300, env=environment, check=True)
     record = json.loads((tmp_path / "o.json").read_text())
     rows = samples(tmp_path / "rows", "test")
+    chosen = torch.stack([rows[i * len(rows) // 4]["input_ids"] for i in range(4)])
     assert list(record["runs"]) == ["no memory", "attention sinks", "elastic cells"]
     for design in ("no memory", "elastic cells"):
         run, model = (
@@ -161,7 +178,6 @@ def test_only_the_layer_with_memory_is_trained_above_states_that_are_computed_on
             load_model(str(tmp_path / "models" / f"{design.replace(' ', '-')}-seed1")),
         )
         assert len(run["losses"]) == 3 and run["logits_off"] < 1e-5
-        chosen = torch.stack([rows[i * len(rows) // 4]["input_ids"] for i in range(4)])
         losses = streamed_losses(model, chosen, 40).double()
         found = [sum(one["loss"][part] for one in run["documents"].values()) for part in range(4)]
         expected = [float(part.sum()) for part in losses.split(32, dim=1)]
@@ -169,5 +185,10 @@ def test_only_the_layer_with_memory_is_trained_above_states_that_are_computed_on
         moved = {name for name, one in model.state_dict().items() if name in plain.state_dict()
                  and not torch.equal(one, plain.state_dict()[name])}  # fmt: skip
         assert moved == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo"}
-    other = subprocess.run([*command, "no memory", "--steps", "2"], capture_output=True, env=environment, check=False)
+    if adapted:
+        assert record["plan"]["adapted"]["tokens"] == 256
+        bound = sink_losses(untouched.bfloat16(), chosen, 32).double().sum()
+        of_bound = sum(math.fsum(one["loss"]) for one in record["runs"]["attention sinks"]["1"]["documents"].values())
+        assert of_bound == pytest.approx(float(bound), rel=1e-3)  # of the model before it was fine-tuned
+    other = subprocess.run([*command, "--steps", "2"], capture_output=True, env=environment, check=False)
     assert other.returncode and b"is the record of another plan" in other.stderr
