@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TIERS_HELP = "; ".join(f"{name}: {tier.summary}" for name, tier in TIERS.items())
 # Options that only tables of trained models use.
-TRAINING = ("data", "reference", "model", "minutes", "parallel", "seeds", "designs", "keep_weights")
+TRAINING = ("data", "reference", "model", "minutes", "parallel", "seeds", "corpora", "designs", "keep_weights")
 
 Out = Annotated[Path, typer.Option(help="Folder for the tables, their JSON, and one record per run.")]
 Reference = Annotated[
@@ -27,6 +27,9 @@ Minutes = Annotated[
     float | None, typer.Option(help="Stop after this long; the same command resumes. 0 only writes the tables.")
 ]
 Seeds = Annotated[int | None, typer.Option(help="At most this many seeds per model (default: as the table says).")]
+Corpora = Annotated[
+    str | None, typer.Option(help="Train only on these of proofs, books and edu, separated by commas (default: all).")
+]
 Designs = Annotated[
     str | None, typer.Option(help="real-model: only these rows of its table, separated by commas (default: all).")
 ]
@@ -42,6 +45,7 @@ def reproduce(
     minutes: Minutes = None,
     parallel: Annotated[int, typer.Option(help="Training processes that share one GPU.")] = 1,
     seeds: Seeds = None,
+    corpora: Corpora = None,
     designs: Designs = None,
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the weights of measured models.")] = False,
     context: typer.Context = None,  # type: ignore[assignment]
@@ -78,14 +82,14 @@ def reproduce(
         INFORMATION[tables[0]](tier, out)
         return
     given = {"data": data, "reference": reference, "minutes": minutes, "seeds": seeds, "keep-weights": keep_weights}
-    given |= {"parallel": parallel if parallel > 1 else None, "model": model, "designs": designs}
+    given |= {"parallel": parallel if parallel > 1 else None, "model": model, "corpora": corpora, "designs": designs}
     experiments = _run_untrained(tables, tier, out, given)
     succeeded = True
     if experiments:
         from elastic_memory.reproduction.lab import Lab
 
         lab = Lab(tier, out, data, reference)
-        succeeded = _train(experiments, lab, minutes, parallel, seeds, keep_weights)
+        succeeded = _train(experiments, lab, minutes, parallel, seeds, _corpora(corpora), keep_weights)
         for experiment in experiments:
             _print(experiment.write(lab))
     print(f"written to {out}")
@@ -102,7 +106,7 @@ def _check(context: typer.Context, tables: list[str], tier: str, minutes: float 
     if len(tables) == 1 and tables[0] in INFORMATION:
         refuse_unused(context, f"on {tables[0]}", *TRAINING, *(("tier", "out") if tables == ["list"] else ()))
     elif minutes == 0:
-        refuse_unused(context, "with --minutes 0", "parallel", "keep_weights", "seeds", "designs")
+        refuse_unused(context, "with --minutes 0", "parallel", "keep_weights", "seeds", "corpora", "designs")
 
 
 def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any]) -> "list[Experiment]":
@@ -124,8 +128,26 @@ def _run_untrained(tables: list[str], tier: str, out: Path, given: dict[str, Any
     return [module.EXPERIMENT for module in modules.values() if hasattr(module, "EXPERIMENT")]
 
 
+def _corpora(named: str | None) -> list[str]:
+    """The corpora named, separated by commas."""
+    from elastic_memory.common.names import suggest
+    from elastic_memory.reproduction.experiment import CORPUS_ORDER
+
+    chosen = list(CORPUS_ORDER) if named is None else [name.strip() for name in named.split(",")]
+    for name in chosen:
+        if name not in CORPUS_ORDER:
+            raise ValueError(f"--corpora: {name!r}: {suggest(name, CORPUS_ORDER)}")
+    return chosen
+
+
 def _train(
-    tables: "list[Experiment]", lab: "Lab", minutes: float | None, parallel: int, seeds: int | None, keep_weights: bool
+    tables: "list[Experiment]",
+    lab: "Lab",
+    minutes: float | None,
+    parallel: int,
+    seeds: int | None,
+    corpora: list[str],
+    keep_weights: bool,
 ) -> bool:
     """Train and measure what is missing; False if something failed."""
     from elastic_memory.reproduction.planning import tasks, to_do
@@ -136,7 +158,7 @@ def _train(
 
     for experiment in tables:
         experiment.check_earlier(lab.out / f"{experiment.name}-{lab.name}.json", lab.name)
-    todo = to_do(lab, tables, seeds)
+    todo = [one for one in to_do(lab, tables, seeds) if one.model.corpus in corpora]
     if minutes == 0 or not todo:
         return True
     pairs = [pair for one in todo for pair in lab.missing(one.model, wanted(one.model))]

@@ -61,8 +61,7 @@ def tasks(lab: Lab, todo: Sequence[Todo], parallel: int, keep_weights: bool) -> 
                 job = Job(**common, keys=one.model.corpus)
                 found.append(Task(f"{lab.name}-{one.model.corpus}-keys", job.command()))
         job = Job(**common, model=asdict(one.model), keep_weights=keep_weights, sharing=parallel)
-        seconds = None if one.seconds is None else one.seconds * parallel + MEASURING
-        found.append(Task(one.name, job.command(), seconds))
+        found.append(Task(one.name, job.command(), one.seconds, MEASURING))
     return found
 
 

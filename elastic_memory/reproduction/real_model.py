@@ -133,7 +133,7 @@ class Study:
             self.unpack()
             self._check_alike(jobs)
         given = {"out": str(self.out), "data": str(self.data), "model": self.model, "keep_weights": self.keep_weights}
-        expected = self.expected(jobs, seconds, parallel)
+        expected = self.expected(jobs, seconds)
         tasks = [
             Task(
                 job.name,
@@ -162,12 +162,11 @@ class Study:
                 if held != now:
                     raise ValueError(f"{self._path(job.name)} was measured with other {what}: choose another --out")
 
-    def expected(self, jobs: Sequence[Candidate], first: float | None, parallel: int) -> float | None:
-        """Seconds of a design beside others: the median of those measured, or `first`."""
+    def expected(self, jobs: Sequence[Candidate], first: float | None) -> float | None:
+        """Seconds of a design alone on the device: the median of those measured, or `first`."""
         records = [self.record(job) for job in jobs if "untrained" not in job.settings]
         known = [sum(record["seconds"].values()) / record["sharing"] for record in records if record]
-        alone = statistics.median(known) if known else first
-        return None if alone is None else alone * parallel
+        return statistics.median(known) if known else first
 
     def unpack(self) -> None:
         """Write the weights of a GGUF file as numbers, once for all designs: reading it takes a minute."""

@@ -41,14 +41,16 @@ def _alive(process: int) -> bool:
 
 @dataclass
 class Task:
-    """A command, and its expected seconds (None: unknown)."""
+    """A command, its expected seconds alone on the device (None: unknown), and those in which others use the device."""
 
     name: str
     command: list[str]
     seconds: float | None = None
+    apart: float = 0.0
     process: subprocess.Popen | None = field(default=None, repr=False)
     log: IO | None = field(default=None, repr=False)
     begun: float = 0.0
+    remaining: float = 0.0  # of its seconds alone
 
 
 class Scheduler:
@@ -74,7 +76,7 @@ class Scheduler:
                 self._start()
                 if not self.running:
                     break
-                time.sleep(0.2)
+                self._wait(0.2)
                 self._collect()
                 if self.limit is not None and time.monotonic() > self.limit:
                     tell("time is up: running jobs save a checkpoint")
@@ -95,29 +97,38 @@ class Scheduler:
                 signal.signal(number, handler)
 
     def _start(self) -> None:
-        fitting = [task for task in self.waiting if self._fits(task)]
-        if not fitting and not self.running and not self.done and not self.failed:
-            fitting = self.waiting[:1]  # it will save a checkpoint, and the next call resumes
-        for task in fitting:
-            if len(self.running) >= self.parallel:
+        while len(self.running) < self.parallel:
+            task = next(filter(self._fits, self.waiting), None)
+            if task is None and self.waiting and not (self.running or self.done or self.failed):
+                task = self.waiting[0]  # it will save a checkpoint, and the next call resumes
+            if task is None:
                 return
-            self.waiting.remove(task)
-            task.log, task.begun = (self.logs / f"{task.name}.log").open("ab"), time.monotonic()
-            # its own process group: Ctrl-C reaches only this process, which then stops the others
-            task.process = subprocess.Popen(
-                task.command,
-                stdout=task.log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            self.running.append(task)
-            self._count()
-            tell(f"started {task.name} ({len(self.done)} of {self.total} done)")
+            self._begin(task)
+
+    def _begin(self, task: Task) -> None:
+        self.waiting.remove(task)
+        task.log, task.begun = (self.logs / f"{task.name}.log").open("ab"), time.monotonic()
+        task.remaining = task.seconds or 0.0
+        # its own process group: Ctrl-C reaches only this process, which then stops the others
+        task.process = subprocess.Popen(
+            task.command, stdout=task.log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        self.running.append(task)
+        self._count()
+        tell(f"started {task.name} ({len(self.done)} of {self.total} done)")
 
     def _fits(self, task: Task) -> bool:
-        """Whether it should end in time; tasks of unknown duration are tried."""
-        return self.limit is None or task.seconds is None or time.monotonic() + task.seconds < self.limit
+        """Whether it and all that run now should end in time; tasks of unknown duration are tried."""
+        if self.limit is None or task.seconds is None:
+            return True
+        work = task.seconds + sum(other.remaining for other in self.running)  # the device does it all, in any order
+        return time.monotonic() + work + task.apart < self.limit
+
+    def _wait(self, seconds: float) -> None:
+        """Let time pass, of which each running task has its share of the device."""
+        time.sleep(seconds)
+        for task in self.running:
+            task.remaining = max(task.remaining - seconds / len(self.running), 0.0)
 
     def _collect(self) -> None:
         for task in list(self.running):

@@ -147,7 +147,7 @@ def test_by_command(pretrained, rows, tmp_path):
     plan, job = table.PLANS["smoke"], table.jobs("smoke", 1, ("proofs",), some)[-1]
     other = Study(replace(plan, execution={"micro_batch": 2}), out, rows, str(pretrained))
     assert other.record(job) == run  # how the work fits a device does not matter to what was measured
-    assert other.expected([job], None, 2) == pytest.approx(2 * sum(run["seconds"].values()))
+    assert other.expected([job], None) == pytest.approx(sum(run["seconds"].values()))
     with pytest.raises(ValueError, match="record of another plan or design"):
         Study(replace(plan, rows=7), out, rows, str(pretrained)).record(job)
     keys = json.loads((out / "runs" / "real-smoke-proofs-keys.json").read_text())["keys"]
@@ -173,6 +173,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (["real-model", "--reference", "x"], "does not use --reference"),
         (["real-model", "--designs", "no memory,elastic cell"], "'elastic cell': did you mean 'elastic cells'?"),
         (["main", "--designs", "x"], "does not use --designs"),
+        (["main", "--corpora", "proof"], "--corpora: 'proof': did you mean 'proofs'?"),
+        (["signals", "--corpora", "proofs"], "does not use --corpora"),
         (["main", "--model", "x"], "does not use --model"),
     ]:
         done = CliRunner().invoke(app, ["reproduce", *arguments, "--out", str(tmp_path / "out")])

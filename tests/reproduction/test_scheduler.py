@@ -44,14 +44,16 @@ def seen(out, kind: str) -> set[str]:
     return {path.stem for path in out.glob(f"*.{kind}")}
 
 
+def moments(out, kind: str) -> dict[str, float]:
+    return {path.stem: float(path.read_text()) for path in out.glob(f"*.{kind}")}
+
+
 def test_all_are_done_in_order_and_no_more_at_a_time_than_allowed(tmp_path):
     names = [f"job{i}" for i in range(5)]
     scheduler = Scheduler([task(tmp_path, name, 0.3) for name in names], 2, tmp_path / "logs")
     scheduler.run()
     assert sorted(scheduler.done) == names and not scheduler.failed and not scheduler.left
-    begun, ended = (
-        {name: float((tmp_path / f"{name}.{kind}").read_text()) for name in names} for kind in ("begun", "ended")
-    )
+    begun, ended = moments(tmp_path, "begun"), moments(tmp_path, "ended")
     assert begun["job4"] > min(ended.values())
     for moment in begun.values():
         assert sum(begun[name] <= moment < ended[name] for name in names) <= 2
@@ -76,6 +78,15 @@ def test_what_is_not_expected_to_end_in_time_is_not_begun(tmp_path):
         and scheduler.left == ["large"]
         and "large" not in seen(tmp_path, "begun")
     )
+
+
+def test_a_job_is_begun_only_if_those_that_run_can_still_end_in_time(tmp_path):
+    # Two of 30 seconds share a device: beside a third all of them would end after 90.
+    jobs = [task(tmp_path, name, 2, expected=30.0) for name in ("one", "two", "three")]
+    scheduler = Scheduler(jobs, 3, tmp_path / "logs", seconds=70)
+    scheduler.run()
+    begun, ended = moments(tmp_path, "begun"), moments(tmp_path, "ended")
+    assert begun["two"] < min(ended.values()) <= begun["three"]
 
 
 def test_where_nothing_fits_the_most_important_is_begun_all_the_same(tmp_path):

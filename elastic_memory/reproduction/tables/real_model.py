@@ -136,7 +136,7 @@ def status(tier: str, out: Path) -> list[str]:
     every = jobs(tier, len(SEEDS), CORPORA, list(DESIGNS))
     missing = [job for job in every if study.record(job) is None]
     first = sum(job.seed == SEEDS[0] for job in missing)
-    seconds = study.expected(every, SECONDS[tier], 1)
+    seconds = study.expected(every, SECONDS[tier])
     minutes = _text(seconds and len(missing) * seconds / 60, ".0f")
     return ["real-model", *map(str, (len(every), len(missing), first, len(missing) - first)), minutes]
 
