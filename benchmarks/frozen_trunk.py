@@ -1,7 +1,7 @@
-"""Which memory is worth its floats in a pretrained model, on a CPU: only the layer with memory is trained.
+"""Which memory is worth its floats in a pretrained model, at little cost: only the layer with memory is trained.
 
     python benchmarks/frozen_trunk.py MODEL --adapted RUN --data ROWS --work WORK \\
-      --out benchmarks/results/frozen-trunk-cpu-DATE.json
+      --out benchmarks/results/frozen-trunk-DATE.json
 
 All layers get the same sliding window. What enters layer `--layer` is then the same for every design, so it is
 computed once and kept in WORK. Each design trains that layer's attention (0.9M weights of SmolLM2, and the memory's
@@ -14,9 +14,11 @@ whole models. On Linux MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 sa
 """
 
 import argparse
+import copy
 import json
 import math
 import time
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -40,9 +42,10 @@ from elastic_memory.reproduction.real_model import Study
 from elastic_memory.reproduction.tables.real_model import BASE, DESIGNS, PLANS
 
 GATES = ("gain", "gate")  # ends of names of parameters that have the learning rate --gate-rate
-PIECE = 256  # tokens whose logits are in memory at once
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PIECE = 256 if DEVICE == "cpu" else 8192  # tokens whose logits are in memory at once
 PLAN = (
-    "split", "layer", "window", "block", "order", "length", "steps", "rows", "key_rows", "rate", "gate_rate",
+    "split", "layer", "window", "block", "order", "length", "steps", "batch", "rows", "key_rows", "rate", "gate_rate",
 )  # fmt: skip
 
 
@@ -72,11 +75,16 @@ def above(model, layer: int):
 
 def trunk(args):
     """The model that all designs start from, without memory."""
-    return detach_memory(load_model(args.adapted)).float() if args.adapted else load_model(args.model).float()
+    return copy.deepcopy(loaded_trunk(args.model, args.adapted))
+
+
+@cache
+def loaded_trunk(model, adapted):
+    return (detach_memory(load_model(adapted)) if adapted else load_model(model)).float()
 
 
 def narrow():
-    return torch.autocast("cpu", torch.bfloat16)
+    return torch.autocast(DEVICE, torch.bfloat16)
 
 
 def hidden_states(rows, length: int, name: str, args):
@@ -88,7 +96,8 @@ def hidden_states(rows, length: int, name: str, args):
         held = {}
         with evaluating(lower), narrow():
             for index, row in enumerate(rows):
-                held[str(index)] = lower.model(token_ids(row)[None, :length]).last_hidden_state[0].bfloat16()
+                ids = token_ids(row)[None, :length].to(DEVICE)
+                held[str(index)] = lower.model(ids).last_hidden_state[0].bfloat16().cpu()
                 print(f"{name}: row {index + 1} of {len(rows)}", end="\r", flush=True)
         args.work.mkdir(parents=True, exist_ok=True)
         save_file(held, path)
@@ -96,7 +105,7 @@ def hidden_states(rows, length: int, name: str, args):
 
 
 def train(upper, rows, states, args) -> list[float]:
-    """Fine-tune the layer's attention, one row a step; the losses beyond the window."""
+    """Fine-tune the layer's attention; the loss of each step, beyond the window."""
     upper.requires_grad_(False).bfloat16()  # what stays as it is; the residual stream is float32
     attention = upper.model.layers[0].self_attn.requires_grad_(True).float()
     named = dict(attention.named_parameters())
@@ -104,43 +113,45 @@ def train(upper, rows, states, args) -> list[float]:
     others = [one for name, one in named.items() if not name.endswith(GATES)]
     groups = [{"params": gates, "lr": args.gate_rate}, {"params": others, "lr": args.rate}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0, betas=(0.9, 0.95))
-    warm = max(1, len(rows) // 10)
+    warm = max(1, args.steps // 10)
 
     def share(step: int) -> float:
         if step < warm:
             return (step + 1) / warm
-        return 0.05 + 0.95 * (1 + math.cos(math.pi * (step - warm) / (len(rows) - warm))) / 2
+        return 0.05 + 0.95 * (1 + math.cos(math.pi * (step - warm) / (args.steps - warm))) / 2
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     losses = []
     upper.train()
-    for index, row in enumerate(rows):
-        ids = token_ids(row)[: args.length]
+    for step in range(args.steps):
+        chosen = range(step * args.batch, (step + 1) * args.batch)
+        ids = torch.stack([token_ids(rows[index])[: args.length] for index in chosen]).to(DEVICE)
         with narrow():
-            hidden = leaving(upper, states, index)[args.window : -1]
-            losses.append(backward(upper.lm_head, hidden, ids[args.window + 1 :]))
+            hidden = leaving(upper, states, chosen)[:, args.window : -1]
+            losses.append(backward(upper.lm_head, hidden.flatten(0, 1), ids[:, args.window + 1 :].flatten()))
         torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        print(f"step {index + 1} of {len(rows)}, loss {losses[-1]:.4f}", end="\r", flush=True)
+        print(f"step {step + 1} of {args.steps}, loss {losses[-1]:.4f}", end="\r", flush=True)
     return losses
 
 
-def leaving(upper, states, index: int):
-    """What leaves the last layer, of one row."""
-    return upper.model(inputs_embeds=states.get_tensor(str(index))[None].float(), use_cache=False).last_hidden_state[0]
+def leaving(upper, states, chosen):
+    """What leaves the last layer, of some rows."""
+    entering = torch.stack([states.get_tensor(str(index)) for index in chosen]).to(DEVICE).float()
+    return upper.model(inputs_embeds=entering, use_cache=False).last_hidden_state
 
 
 def backward(head, hidden, targets) -> float:
     """The mean loss of all tokens, and its gradients; the logits of a few tokens at a time."""
-    leaf, total = hidden.detach().requires_grad_(), 0.0
+    leaf, total = hidden.detach().requires_grad_(), torch.zeros((), device=DEVICE)
     for some, those in zip(leaf.split(PIECE), targets.split(PIECE), strict=True):
         loss = cross_entropy(head(some).float(), those, reduction="sum") / len(targets)
         loss.backward()
-        total += loss.item()
+        total += loss.detach()
     hidden.backward(leaf.grad)
-    return total
+    return total.item()
 
 
 def token_losses(upper, rows, states):
@@ -148,9 +159,10 @@ def token_losses(upper, rows, states):
     losses = []
     with evaluating(upper), narrow():
         for index, row in enumerate(rows):
-            pieces = zip(leaving(upper, states, index)[:-1].split(PIECE), token_ids(row)[1:].split(PIECE), strict=True)
+            hidden, targets = leaving(upper, states, [index])[0, :-1], token_ids(row)[1:].to(DEVICE)
+            pieces = zip(hidden.split(PIECE), targets.split(PIECE), strict=True)
             parts = [cross_entropy(upper.lm_head(some).float(), those, reduction="none") for some, those in pieces]
-            losses.append(torch.cat(parts).double().numpy())
+            losses.append(torch.cat(parts).double().cpu().numpy())
             print(f"measured row {index + 1} of {len(rows)}", end="\r", flush=True)
     return losses
 
@@ -168,7 +180,7 @@ def check(design: str, rows, args) -> float:
     """How far the upper part alone is from the whole model, in logits; both in float32 from the same states."""
     whole = attached(trunk(args), design, args.layer, args)
     upper = attached(above(trunk(args), args.layer), design, 0, args)
-    ids = token_ids(rows[0])[None, : 2 * args.window]
+    ids = token_ids(rows[0])[None, : 2 * args.window].to(DEVICE)
     with evaluating(whole), evaluating(upper):
         expected = whole(ids, output_hidden_states=True, use_cache=False)
         found = upper(inputs_embeds=expected.hidden_states[args.layer], use_cache=False)
@@ -187,8 +199,10 @@ def save(upper, design: str, args) -> None:
 def trained(design: str, tested, outputs, args):
     """A design's record, and its losses on the test rows."""
     seen = samples(args.data, "train")
-    order = torch.randperm(len(seen), generator=torch.Generator().manual_seed(args.seed))[: args.steps].tolist()
-    rows = [seen[index] for index in order]
+    if len(seen) < args.steps * args.batch:
+        raise SystemExit(f"{args.data} has {len(seen)} training rows, {args.steps} steps of {args.batch} need more")
+    order = torch.randperm(len(seen), generator=torch.Generator().manual_seed(args.seed)).tolist()
+    rows = [seen[index] for index in order[: args.steps * args.batch]]
     inputs = hidden_states(rows, args.length, f"train-seed{args.seed}", args)
     torch.manual_seed(args.seed)
     upper = attached(above(trunk(args), args.layer), design, 0, args)
@@ -236,7 +250,8 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--order", type=int, default=256)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a training row")
-    parser.add_argument("--steps", type=int, default=48, help="training rows, one a step")
+    parser.add_argument("--steps", type=int, default=48, help="training steps")
+    parser.add_argument("--batch", type=int, default=1, help="rows of a step")
     parser.add_argument("--rows", type=int, default=16, help="rows that are measured")
     parser.add_argument(
         "--key-rows", type=int, default=5, help="of these: rows in which LongPPL's key tokens are found"

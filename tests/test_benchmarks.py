@@ -153,7 +153,7 @@ def test_only_the_layer_with_memory_is_trained_above_states_that_are_computed_on
     command = [sys.executable, str(ROOT / "benchmarks" / "frozen_trunk.py"), str(tmp_path / "plain")]
     command += ["--data", str(tmp_path / "rows"), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "o.json")]
     command += ["--layer", "1", "--window", "32", "--block", "16", "--order", "8", "--length", "64", "--steps", "3"]
-    command += ["--rows", "4", "--key-rows", "1", "--save", str(tmp_path / "models")]
+    command += ["--batch", "2", "--rows", "4", "--key-rows", "1", "--save", str(tmp_path / "models")]
     if adapted:
         sliding = {"memory": "none", "local_attention": "sliding", "window": 32, "block_size": 16}
         write_attached(str(tmp_path / "plain"), tmp_path / "windowed", "float32", **sliding)
