@@ -162,8 +162,9 @@ def _train(
     if minutes == 0 or not todo:
         return True
     pairs = [pair for one in todo for pair in lab.missing(one.model, wanted(one.model))]
-    lab.require((one.model.corpus for one in todo), longppl=any(metric == "longppl" for metric, _ in pairs))
-    for corpus in dict.fromkeys(one.model.corpus for one in todo):
+    needed = list(dict.fromkeys(one.model.corpus for one in todo))
+    lab.require(needed, longppl=any(metric == "longppl" for metric, _ in pairs))
+    for corpus in needed:
         lab.folder(corpus)  # prepares the text that comes with the tier: once, not in each process
     tell(f"{len(todo)} models to train or measure at tier {lab.name}")
     if minutes is None and parallel == 1:

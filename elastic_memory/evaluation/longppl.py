@@ -96,6 +96,7 @@ def longppl(
     *,
     block_size: int | None = None,
     cache: Path | str | None = None,
+    known: "FoundKeys | None" = None,
     journal: Journal | None = None,
     advance: Advance = lambda count: None,
     streamed: Streamed | None = None,
@@ -105,7 +106,8 @@ def longppl(
     `texts` are strings, or rows of token ids, which are never tokenized again. With a `reference_tokenizer` the
     reference reads the text, and key tokens are matched by characters. Without one it reads the same tokens as the
     model, and `tokenizer` is needed only for strings. The folder `cache` keeps key tokens for later calls with the same
-    reference and settings; `streamed` has the losses of rows that another metric has already read.
+    reference and settings, and those in `known` are not searched again; `streamed` has the losses of rows that another
+    metric has already read.
     """
     settings = Settings(trunc_len=trunc_len, sliding_window=sliding_window, alpha=alpha, beta=beta)
     if isinstance(reference, str):
@@ -113,7 +115,7 @@ def longppl(
     elif not isinstance(reference, Reference):
         given = reference, reference_tokenizer
         reference = Reference(lambda: given)
-    finder = KeyTokens(reference, settings, Path(cache) if cache else None)
+    finder = KeyTokens(reference, settings, Path(cache) if cache else None, known)
     streamed = streamed or Streamed(model, block_size)
     journal = journal or Journal()
     advance(len(journal.done))
@@ -134,6 +136,14 @@ def load_reference(path: str) -> tuple[Model, Tokenizer | None]:
     return load_model(path), tokenizer_of(path)
 
 
+@dataclass(frozen=True)
+class FoundKeys:
+    """The key tokens of some texts, found before; `texts` by the hash of each, `reference` as in `Reference.known`."""
+
+    reference: dict[str, Any]
+    texts: dict[str, dict[str, Any]]
+
+
 class Reference:
     """A model that finds key tokens and its tokenizer, if it has one of its own; loaded only to find new ones.
 
@@ -142,6 +152,13 @@ class Reference:
 
     def __init__(self, load: Callable[[], tuple[Model, Any]], note: Path | None = None):
         self.load, self.note = load, note
+
+    @classmethod
+    def of(cls, found: FoundKeys, path: str, tokenizer: Tokenizer | None) -> "Reference":
+        """The reference that found these key tokens; the model at the path is loaded only if others are asked for."""
+        reference = cls(partial(reference_for, path, tokenizer))
+        reference.known = found.reference
+        return reference
 
     @classmethod
     def at(cls, path: str, tokenizer: Tokenizer | None, folder: Path | None) -> "Reference":
@@ -160,7 +177,8 @@ class Reference:
         return self.load()
 
     @cached_property
-    def _known(self) -> dict[str, Any]:
+    def known(self) -> dict[str, Any]:
+        """What identifies it, and whether it has the tokenizer of the evaluated model."""
         if self.note and self.note.exists():
             return read_json(self.note)
         model, tokenizer = self.loaded
@@ -174,19 +192,21 @@ class Reference:
     @property
     def identity(self) -> dict[str, str]:
         """Its name, a hash of its weights, and its precision."""
-        return {name: value for name, value in self._known.items() if name != "shared_tokens"}
+        return {name: value for name, value in self.known.items() if name != "shared_tokens"}
 
     @property
     def reads_same_tokens(self) -> bool:
         """Whether it has the tokenizer of the evaluated model."""
-        return self._known["shared_tokens"]
+        return self.known["shared_tokens"]
 
 
 class KeyTokens:
     """Finds the key tokens of texts with a reference model, and keeps their positions on disk."""
 
-    def __init__(self, reference: Reference, settings: Settings, folder: Path | None):
+    def __init__(self, reference: Reference, settings: Settings, folder: Path | None, known: FoundKeys | None = None):
         self.reference, self.settings, self.folder = reference, settings, folder
+        self.known = known.texts if known else {}
+        self.found: dict[str, dict[str, Any]] = {}  # by hash of the text
         self.length = 0  # reference tokens of the latest text
 
     def find(self, tokenizer: Any, text: Any) -> tuple[Int[Tensor, " token"], list[int]]:
@@ -201,17 +221,25 @@ class KeyTokens:
         if not shared and text is None:
             _need(tokenizer, "a reference with a tokenizer of its own")
         written = hashlib.sha256(ids.numpy().tobytes() + (text or "").encode()).hexdigest()
+        found = self.known.get(written) or self._kept(written, lambda: self._computed(tokenizer, ids, text, spans))
+        self.found[written] = found
+        self.length = found["reference_tokens"]
+        return ids, found["keys"]
+
+    def _kept(self, written: str, compute: Callable[[], list[int]]) -> dict[str, Any]:
+        """From the folder, or computed and kept there."""
+        shared = self.reference.reads_same_tokens
         identity = {"text": written, "shared_tokens": shared, **self.reference.identity, **asdict(self.settings)}
         name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
         path = self.folder / f"{name}.json" if self.folder else None
         if path and path.exists():
             stored = json.loads(path.read_text())
-            self.length = stored["reference_tokens"]
-            return ids, stored["keys"]
-        keys = [i for i in self._computed(tokenizer, ids, text, spans) if i > 0]
+            return {name: stored[name] for name in ("reference_tokens", "keys")}
+        keys = [i for i in compute() if i > 0]  # the first token has no prediction
+        found = {"reference_tokens": self.length, "keys": keys}
         if path:
-            _keep(path, {**identity, "reference_tokens": self.length, "keys": keys})
-        return ids, keys
+            _keep(path, {**identity, **found})
+        return found
 
     def _computed(self, tokenizer: Any, ids: Tensor, text: str | None, spans: list[Span]) -> list[int]:
         own = self.reference.loaded[1]
@@ -242,13 +270,16 @@ def reference_for(path: str, tokenizer: Tokenizer | None) -> tuple[Model, Any]:
     return model, None if own is None or (tokenizer and own.sha256 == tokenizer.sha256) else transformers_tokenizer(own)
 
 
-def key_tokens(reference: str, tokenizer: Tokenizer, texts: Sequence[Any], settings: Settings, cache: Path) -> None:
-    """Find the key tokens of rows in advance and keep them in `cache` for `longppl`."""
+def key_tokens(
+    reference: str, tokenizer: Tokenizer, texts: Sequence[Any], settings: Settings, cache: Path
+) -> FoundKeys:
+    """The key tokens of rows, for `longppl`; `cache` keeps those of each row as soon as they are found."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):  # as where models are measured
         finder = KeyTokens(Reference.at(reference, tokenizer, cache), settings, cache)
         for index in range(len(texts)):
             finder.find(transformers_tokenizer(tokenizer), texts[index])
+        return FoundKeys(finder.reference.known, finder.found)
 
 
 def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settings) -> list[int]:

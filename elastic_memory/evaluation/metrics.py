@@ -15,7 +15,7 @@ from elastic_memory.data.tokenizers import Tokenizer
 from elastic_memory.evaluation import mqar, ruler
 from elastic_memory.evaluation.corruption import corrupted
 from elastic_memory.evaluation.journal import Advance, Journal
-from elastic_memory.evaluation.longppl import Reference, Settings, longppl, transformers_tokenizer
+from elastic_memory.evaluation.longppl import FoundKeys, Reference, Settings, longppl, transformers_tokenizer
 from elastic_memory.evaluation.losses import Model, Streamed, has_blocks
 from elastic_memory.evaluation.perplexity import PROTOCOLS, perplexity
 from elastic_memory.evaluation.recall import DISTANCES, TASKS, fit, learn, recall
@@ -64,6 +64,7 @@ class Evaluation:
     reference: str = LONGPPL_REFERENCE
     settings: Settings = field(default_factory=Settings)
     keys: Path | None = None
+    known_keys: FoundKeys | None = None
     orders: Sequence[int] = ()
     recall_steps: int = 0
     ruler_lengths: Sequence[int] | None = None  # RULER's own, unless given
@@ -103,7 +104,11 @@ def _ppl(evaluation: Evaluation, advance: Advance) -> dict[str, Any]:
 
 
 def _longppl(evaluation: Evaluation, advance: Advance) -> Any:
-    reference = Reference.at(evaluation.reference, evaluation.tokenizer, evaluation.keys)
+    known = evaluation.known_keys
+    if known:
+        reference = Reference.of(known, evaluation.reference, evaluation.tokenizer)
+    else:
+        reference = Reference.at(evaluation.reference, evaluation.tokenizer, evaluation.keys)
     settings = asdict(evaluation.settings)
     result = longppl(
         evaluation.model,
@@ -112,6 +117,7 @@ def _longppl(evaluation: Evaluation, advance: Advance) -> Any:
         reference,
         **settings,
         cache=evaluation.keys,
+        known=known,
         journal=evaluation.journal(f"longppl {reference.identity} {settings}"),
         advance=advance,
         streamed=evaluation.streamed,

@@ -1,32 +1,31 @@
 """Train and measure the models of tables.
 
     OUT/runs/small-proofs-elastic-uniform-seed1-1a2b3c4d.json    a record: all that tables need
+    OUT/runs/small-proofs-keys.json                              positions of LongPPL's key tokens, found once
     OUT/work/small-proofs-elastic-uniform-seed1-5e6f7a8b9c/      the run, with weights, until it is measured
-    OUT/work/keys/                                               positions of LongPPL's key tokens
 
 Tables share models and their records. After an interruption the next call continues with what is missing.
 """
 
-import hashlib
-import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import elastic_memory as em
-from elastic_memory.common.environment import free_memory
+from elastic_memory.common.environment import environment, free_memory, hardware
 from elastic_memory.common.files import sha256, write_json
 from elastic_memory.common.locks import locked
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import Samples, prepare, samples
 from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.loading import load_config, load_model
-from elastic_memory.evaluation.longppl import Settings, key_tokens
+from elastic_memory.evaluation.longppl import FoundKeys, Settings, key_tokens
 from elastic_memory.evaluation.metrics import Conditions, Evaluation
 from elastic_memory.evaluation.record import describe, with_progress
 from elastic_memory.reproduction.records import Record
@@ -131,8 +130,8 @@ class Lab:
 
     # -- what is needed
 
-    def require(self, corpora: Iterable[str], longppl: bool) -> None:
-        """Check that rows and reference are there, before hours of work."""
+    def require(self, corpora: Sequence[str], longppl: bool) -> None:
+        """Check that rows are there, and a reference where key tokens are still to be found, before hours of work."""
         if self.data is not None or not self.tier.text:
             root = self.data or Path("DATA")
             folders = [root / self.tier.corpora[corpus] for corpus in dict.fromkeys(corpora)]
@@ -147,6 +146,8 @@ class Lab:
                 samples(folder, "test")
         if longppl and self.reference:
             self._check_reference(Path(self.reference).name)
+            if all(self.known_keys(corpus) for corpus in corpora):
+                return
             try:
                 load_config(self.reference)
             except (OSError, ValueError) as error:
@@ -242,6 +243,7 @@ class Lab:
         for group in (["reconstruction"], [metric for metric in metrics if metric != "reconstruction"]):
             if not set(group) & set(metrics):
                 continue
+            known = self.find_keys(model.corpus) if "longppl" in group else None
             task = Evaluation(
                 model=load_model(str(run.folder)),
                 rows=self.spread(model.corpus, group[0]),
@@ -252,27 +254,47 @@ class Lab:
                 batch_size=self.tier.batch,
                 reference=self.reference or "",
                 settings=Settings.scaled(rows.length),
-                keys=self.work / "keys",
+                known_keys=known,
                 partial=run.folder / "partial",
                 identity={"data": rows.fingerprint, "split": rows.split},
             )
             self.record(model).add(describe(run.folder.name, task, rows, with_progress(task, group)))
 
-    def find_keys(self, corpus: str) -> None:
-        """Find and keep LongPPL's key tokens of a corpus, before models are measured."""
-        if self.reference:
-            rows = self.test_rows(corpus)
-            settings = Settings.scaled(rows.length)
-            tokenizer, spread = self.tokenizer(corpus), self.spread(corpus, "longppl")
-            key_tokens(self.reference, tokenizer, spread, settings, self.work / "keys")
-            write_json(self._found(corpus), {"reference": self.reference, "rows": rows.fingerprint})
+    def find_keys(self, corpus: str) -> FoundKeys:
+        """LongPPL's key tokens of a corpus: found once, then read from their record."""
+        known = self.known_keys(corpus)
+        if known is None:
+            assert self.reference is not None
+            facts, path = self._key_facts(corpus), self._key_path(corpus)
+            settings, spread = Settings(**facts["settings"]), self.spread(corpus, "longppl")
+            known = key_tokens(self.reference, self.tokenizer(corpus), spread, settings, self.work / "keys")
+            file, where = Path(self.reference), environment() | {"hardware": hardware()}
+            facts |= {"file_sha256": sha256(file) if file.is_file() else None, "environment": where}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {**facts, "found_by": known.reference, "texts": known.texts})
+        return known
 
-    def has_keys(self, corpus: str) -> bool:
-        """Whether `find_keys` was here before: to load the reference and see takes a minute."""
-        return (self.work / "keys").exists() and self._found(corpus).exists()
+    def known_keys(self, corpus: str) -> FoundKeys | None:
+        """The key tokens on record; the model that found them is not needed any more."""
+        path = self._key_path(corpus)
+        if not path.exists():
+            return None
+        held, facts = read_json(path), self._key_facts(corpus)
+        other = [name for name, value in facts.items() if held.get(name) != value]
+        file = Path(self.reference or "")
+        if file.is_file() and sha256(file) != held["file_sha256"]:
+            other.append("reference")
+        if other:
+            raise ValueError(
+                f"{path} has the key tokens of another {' and '.join(other)}: remove it, or choose another --out"
+            )
+        return FoundKeys(held["found_by"], held["texts"])
 
-    def _found(self, corpus: str) -> Path:
-        """A file that says that all key tokens of a corpus were found."""
-        rows, reference = self.test_rows(corpus), Path(self.reference or "")
-        what = [sha256(reference) if reference.is_file() else str(reference), rows.fingerprint, self.tier.rows]
-        return self.work / "keys" / f"found-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.json"
+    def _key_facts(self, corpus: str) -> dict[str, Any]:
+        """What a record of key tokens must agree with."""
+        rows, read = self.test_rows(corpus), len(self.spread(corpus, "longppl"))
+        settings, reference = asdict(Settings.scaled(rows.length)), Path(self.reference or "").name
+        return {"reference": reference, "data": rows.fingerprint, "rows": read, "settings": settings}
+
+    def _key_path(self, corpus: str) -> Path:
+        return self.out / "runs" / f"{self.name}-{corpus}-keys.json"

@@ -57,7 +57,7 @@ def tasks(lab: Lab, todo: Sequence[Todo], parallel: int, keep_weights: bool) -> 
     for one in todo:
         if one.model.corpus in missing:
             missing.remove(one.model.corpus)
-            if not lab.has_keys(one.model.corpus):
+            if lab.known_keys(one.model.corpus) is None:
                 job = Job(**common, keys=one.model.corpus)
                 found.append(Task(f"{lab.name}-{one.model.corpus}-keys", job.command()))
         job = Job(**common, model=asdict(one.model), keep_weights=keep_weights, sharing=parallel)

@@ -210,16 +210,39 @@ def test_longppl_names_its_reference_and_warns_of_few_key_tokens(data, tmp_path,
     assert "LongPPL[reference=" in given.note and "LongPPL[reference=" in console.export_text()
     assert all(re.fullmatch(r"\d+(\.\d)?† \[.+\]", row[2]) for row in given.rows) and "fewer than 500" in given.note
     cell = json.loads((tmp_path / "mini-smoke.json").read_text())["cells"][1]
-    named = cell["runs"][0]["measured"]["longppl"]["reference"]
+    measured = cell["runs"][0]["measured"]["longppl"]
+    named = measured["reference"]
     assert named["reference"] == reference.name and len(named["weights"]) == 64
-    keys = [json.loads(path.read_text()) for path in (tmp_path / "work" / "keys").iterdir()]
-    assert keys and all(isinstance(i, int) for key in keys for i in key["keys"]) and "text" in keys[0]
-    monkeypatch.setattr(em.evaluation.longppl.__globals__["KeyTokens"], "_computed", None)  # found on disk from now on
+    record = tmp_path / "runs" / "smoke-proofs-keys.json"
+    found = json.loads(record.read_text())
+    assert sum(len(text["keys"]) for text in found["texts"].values()) == measured["key_tokens"] > 0
+    assert found["found_by"] == named | {"shared_tokens": True} and found["environment"]["date"]
+    assert not re.search("[a-z]{5} [a-z]{3}", str(found["texts"])), "positions, no text"
+
+
+def test_key_tokens_on_record_need_no_reference(data, tmp_path, monkeypatch):
+    every = em.evaluation.Settings(trunc_len=16, sliding_window=8, alpha=-100.0, beta=-100.0)
+    monkeypatch.setattr(lab.Settings, "scaled", lambda length: every)
+    make(MINI, tmp_path, data, keep_weights=True)
+    reference = next(path for path in (tmp_path / "work").glob("smoke-proofs-none-*"))
     made = Lab("smoke", tmp_path, data, str(reference))
     assert "smoke-proofs-keys" in _names(made)
-    made.find_keys("proofs")
-    assert made.has_keys("proofs") and not Lab("smoke", tmp_path, data, "another").has_keys("proofs")
+    found = made.find_keys("proofs")
     assert "smoke-proofs-keys" not in _names(made)
+    assert len(found.texts) == REDUCED.rows and made.known_keys("proofs") == found
+    shutil.rmtree(reference)
+    model = Trained(memory="none", seed=42)
+    gone = Lab("smoke", tmp_path, data, reference.name)
+    gone.require(["proofs"], longppl=True)
+    gone.complete(model, [("longppl", lab.Conditions())])
+    measured = gone.record(model).find("longppl", asdict(lab.Conditions()))
+    assert measured and measured["metrics"]["longppl"]["key_tokens"] > 0
+    with pytest.raises(ValueError, match="key tokens of another reference: remove it"):
+        Lab("smoke", tmp_path, data, "another").known_keys("proofs")
+    record = tmp_path / "runs" / "smoke-proofs-keys.json"
+    record.write_text(record.read_text().replace('"trunc_len": 16', '"trunc_len": 15'))
+    with pytest.raises(ValueError, match="key tokens of another settings"):
+        gone.require(["proofs"], longppl=True)
 
 
 def _names(made):
