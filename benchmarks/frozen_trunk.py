@@ -5,20 +5,26 @@
 
 All layers get the same sliding window. What enters layer `--layer` is then the same for every design, so it is
 computed once and kept in WORK. Each design trains that layer's attention (0.9M weights of SmolLM2, and the memory's
-own) on the same rows in the same order, and is measured on test rows twice as long. Another seed trains on other rows.
+own) on the same rows in the same order, and is measured on test rows twice as long: perplexity, LongPPL, and recall of
+spans that come again. Another seed trains on other rows.
 RUN is MODEL fine-tuned without memory under that window (`elastic attach MODEL --memory none --local sliding`, then
 `elastic train --from`): a model that was trained with full attention has learned to attend to the first tokens of a
 text, which a window loses. Without `--adapted` designs start from MODEL itself, which the bounds are of anyhow.
-Designs are those of `elastic reproduce real-model`; what is in `--out` already is not repeated. `--save DIR` keeps
-whole models. On Linux MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 saves a fifth of the time.
+Designs are those of `elastic reproduce real-model`; what is in `--out` already is not repeated. Several processes may
+write to one `--out`, for instance one for each seed. `--save DIR` keeps whole models. On a CPU with Linux
+MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 saves a fifth of the time.
 """
 
 import argparse
 import copy
+import fcntl
+import hashlib
 import json
 import math
+import os
 import time
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -31,6 +37,7 @@ from elastic_memory.common.environment import environment, hardware
 from elastic_memory.common.files import write_json
 from elastic_memory.common.strict import read_yaml
 from elastic_memory.data import samples
+from elastic_memory.evaluation.copies import copy_losses
 from elastic_memory.evaluation.inputs import Spread, token_ids
 from elastic_memory.evaluation.loading import load_model, starting_model, tokenizer_of
 from elastic_memory.evaluation.losses import evaluating, whole_losses
@@ -45,7 +52,8 @@ GATES = ("gain", "gate")  # ends of names of parameters that have the learning r
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PIECE = 256 if DEVICE == "cpu" else 8192  # tokens whose logits are in memory at once
 PLAN = (
-    "split", "layer", "window", "block", "order", "length", "steps", "batch", "rows", "key_rows", "rate", "gate_rate",
+    "split", "layer", "window", "block", "order", "length", "steps", "batch", "rows", "key_rows", "copy_rows",
+    "span", "distances", "rate", "gate_rate",
 )  # fmt: skip
 
 
@@ -89,7 +97,7 @@ def narrow():
 
 def hidden_states(rows, length: int, name: str, args):
     """What enters the layer, of every row, from a file that is made once; read row by row."""
-    path = args.work / f"{name}-{args.layer}-{args.window}-{length}-{len(rows)}.safetensors"
+    path = args.work / f"{args.trunk}-{name}-{length}-{len(rows)}.safetensors"
     if not path.exists():
         lower = attached(below(trunk(args), args.layer), BASE, 0, args).bfloat16()
         lower.model.embed_tokens.float()  # for a residual stream in float32
@@ -100,7 +108,9 @@ def hidden_states(rows, length: int, name: str, args):
                 held[str(index)] = lower.model(ids).last_hidden_state[0].bfloat16().cpu()
                 print(f"{name}: row {index + 1} of {len(rows)}", end="\r", flush=True)
         args.work.mkdir(parents=True, exist_ok=True)
-        save_file(held, path)
+        own = path.with_suffix(f".{os.getpid()}")  # two may compute them at once
+        save_file(held, own)
+        own.rename(path)
     return safe_open(path, "pt")
 
 
@@ -167,13 +177,24 @@ def token_losses(upper, rows, states):
     return losses
 
 
+def text_losses(upper, args, texts):
+    """The same of texts that are made for a measurement, whose hidden states are kept, too."""
+    states = hidden_states(texts, texts.shape[1], hashlib.sha256(texts.numpy().tobytes()).hexdigest()[:16], args)
+    return torch.stack([torch.from_numpy(row) for row in token_losses(upper, texts, states)])
+
+
+def recall(read, rows, args):
+    """Losses of copies and of the same spans where they are new, by distance and document."""
+    some = Spread(rows, args.copy_rows)
+    return {str(distance): copy_losses(read, some, distance, args.span) for distance in args.distances}
+
+
 def adaptation(args):
-    """On how many tokens the trunk was fine-tuned, how, and which weights that gave."""
+    """On how many tokens the trunk was fine-tuned, and how."""
     if not args.adapted:
         return None
     training = read_yaml((Path(args.adapted) / "recipe.yaml").read_text(), "recipe.yaml")["training"]
-    known = {name: training[name] for name in ("tokens", "length", "batch_tokens", "learning_rate", "seed")}
-    return known | {"weights": starting_model(args.adapted).sha256}
+    return {name: training[name] for name in ("tokens", "length", "batch_tokens", "learning_rate", "seed")}
 
 
 def check(design: str, rows, args) -> float:
@@ -215,6 +236,7 @@ def trained(design: str, tested, outputs, args):
         "losses": [round(loss, 5) for loss in losses],
         "gain": None if gain is None else [round(value, 4) for value in gain.tolist()],
         "memory": upper.memory_report(),
+        "recall": recall(partial(text_losses, upper, args), tested, args),
         "logits_off": check(design, tested, args),
         "seconds": {"training": after - begun, "measuring": time.monotonic() - after},
     }
@@ -227,12 +249,30 @@ def untrained(design: str, tested, args):
     """The untouched model with all of the text before a token, or the first and the newest tokens of it."""
     model = load_model(args.model).bfloat16()
     sinks = DESIGNS[design]["untrained"] == "sinks"
-    losses = []
-    for row in tested:
-        ids = token_ids(row)[None]
-        losses.append((sink_losses(model, ids, args.window) if sinks else whole_losses(model, ids))[0].double().numpy())
-        print(f"{design}: row {len(losses)} of {len(tested)}", end="\r", flush=True)
-    return {}, losses
+    one = partial(sink_losses, model, window=args.window) if sinks else partial(whole_losses, model)
+
+    def read(texts):
+        losses = []
+        for ids in texts:
+            losses.append(one(ids[None])[0])
+            print(f"{design}: row {len(losses)} of {len(texts)}", end="\r", flush=True)
+        return torch.stack(losses)
+
+    losses = read(torch.stack([token_ids(row) for row in tested])).double().numpy()
+    return {"recall": recall(read, tested, args)}, list(losses)
+
+
+@contextmanager
+def recording(path, plan, data):
+    """The record, for one process at a time; written at the end. Refuses one of another plan."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        content = json.loads(path.read_text()) if path.exists() else {"plan": plan, "data": data, "runs": {}}
+        if (content["plan"], content["data"]) != (plan, data):
+            raise SystemExit(f"{path} is the record of another plan: {content['plan']}")
+        yield content
+        write_json(path, content)
 
 
 def main() -> None:
@@ -256,6 +296,9 @@ def main() -> None:
     parser.add_argument(
         "--key-rows", type=int, default=5, help="of these: rows in which LongPPL's key tokens are found"
     )
+    parser.add_argument("--copy-rows", type=int, default=6, help="rows that get copies, for recall")
+    parser.add_argument("--span", type=int, default=64, help="tokens of a copy")
+    parser.add_argument("--distances", type=int, nargs="+", default=[1024, 4096], help="of a copy from its original")
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--gate-rate", type=float, default=3e-2)
     parser.add_argument("--seed", type=int, default=1)
@@ -267,31 +310,29 @@ def main() -> None:
     study.unpack()
     args.model = study.model
     rows = samples(args.data, args.split)
-    content = {"plan": plan, "data": {"corpus": args.data.name, "sha256": rows.fingerprint}, "keys": None, "runs": {}}
-    if args.out.exists():
-        content, wanted = json.loads(args.out.read_text()), content
-        if any(content[key] != wanted[key] for key in ("plan", "data")):
-            raise SystemExit(f"{args.out} is the record of another plan: {content['plan']}")
+    plan["weights"] = starting_model(args.adapted).sha256 if args.adapted else study.weights_hash()
+    facts = [plan["weights"], rows.fingerprint, args.layer, args.window, args.rows]
+    args.trunk = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+    data = {"corpus": args.data.name, "sha256": rows.fingerprint}
     tested = Spread(rows, args.rows)
     outputs = hidden_states(tested, rows.length, args.split, args)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    if content["keys"] is None:
-        content["keys"] = find_keys(load_model(args.model).bfloat16(), tested, args.key_rows, args.window)
-        write_json(args.out, content)
+    with recording(args.out, plan, data) as content:
+        if "keys" not in content:
+            content["keys"] = find_keys(load_model(args.model).bfloat16(), tested, args.key_rows, args.window)
+        keys, runs = content["keys"], content["runs"]
     for design in (name.strip() for name in args.designs.split(",")):
-        runs = content["runs"].setdefault(design, {})
-        seed = str(args.seed)
-        if seed in runs:
+        if str(args.seed) in runs.get(design, {}):
             continue
         free = "untrained" in DESIGNS[design]
         run, losses = untrained(design, tested, args) if free else trained(design, tested, outputs, args)
-        runs[seed] = run | {
+        run |= {
             "documents": by_document(tested, losses, args.window),
-            "longppl": key_loss(losses, content["keys"]),
+            "longppl": key_loss(losses, keys),
             "environment": environment() | {"hardware": hardware()},
         }
-        write_json(args.out, content)
-        print(design, {name: runs[seed].get(name) for name in ("gain", "seconds", "logits_off")}, flush=True)
+        with recording(args.out, plan, data) as content:
+            content["runs"].setdefault(design, {})[str(args.seed)] = run
+        print(design, {name: run.get(name) for name in ("gain", "seconds", "logits_off")}, flush=True)
 
 
 if __name__ == "__main__":

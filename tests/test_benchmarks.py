@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from benchmarks.peers import time_limit
 from elastic_memory.data import load_tokenizer, samples
 from elastic_memory.data.prepare import prepare
 from elastic_memory.evaluation.attaching import write_attached
+from elastic_memory.evaluation.copies import copy_losses
+from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.loading import load_model, starting_model
-from elastic_memory.evaluation.losses import streamed_losses
+from elastic_memory.evaluation.losses import streamed_losses, whole_losses
 from elastic_memory.evaluation.sinks import sink_losses
 from elastic_memory.training.recipe import load_recipe
 from elastic_memory.training.session import train
@@ -154,6 +157,7 @@ def test_only_the_layer_with_memory_is_trained_above_states_that_are_computed_on
     command += ["--data", str(tmp_path / "rows"), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "o.json")]
     command += ["--layer", "1", "--window", "32", "--block", "16", "--order", "8", "--length", "64", "--steps", "3"]
     command += ["--batch", "2", "--rows", "4", "--key-rows", "1", "--save", str(tmp_path / "models")]
+    command += ["--copy-rows", "2", "--span", "4", "--distances", "16", "40"]
     if adapted:
         sliding = {"memory": "none", "local_attention": "sliding", "window": 32, "block_size": 16}
         write_attached(str(tmp_path / "plain"), tmp_path / "windowed", "float32", **sliding)
@@ -182,6 +186,12 @@ def test_only_the_layer_with_memory_is_trained_above_states_that_are_computed_on
         found = [sum(one["loss"][part] for one in run["documents"].values()) for part in range(4)]
         expected = [float(part.sum()) for part in losses.split(32, dim=1)]
         assert found == pytest.approx(expected, rel=2e-3)  # measured in bf16
+        read = partial(whole_losses, model)
+        for distance in (16, 40):
+            found, recalled = run["recall"][str(distance)], copy_losses(read, Spread(rows, 2), distance, 4)
+            assert found.keys() == recalled.keys()
+            for document, sums in recalled.items():
+                assert found[document] == pytest.approx(sums, rel=2e-3)
         moved = {name for name, one in model.state_dict().items() if name in plain.state_dict()
                  and not torch.equal(one, plain.state_dict()[name])}  # fmt: skip
         assert moved == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo"}

@@ -7,19 +7,22 @@ from typing import Any
 
 from elastic_memory.report.speed import newest
 from elastic_memory.report.tables import Table
-from elastic_memory.reproduction.real_measures import Documents, difference, ppl_of
+from elastic_memory.reproduction.real_measures import Documents, difference, ppl_of, recall_of
 from elastic_memory.reproduction.tables.real_model import BASE, DESIGNS, ELASTIC
 
 RIVAL = "wider window"
 
 NOTE = (
-    "SmolLM2-135M-Instruct, {corpus}, sliding attention over {window:,} tokens in all layers, a memory of order "
-    "{order:,} in layer {layer}. Only the attention of that layer and the memory are trained, on {tokens:,} tokens in "
+    "{model}, {corpus}, sliding attention over {window:,} tokens in all layers, a memory of order {order:,} in layer "
+    "{layer}. All designs start from the same weights: the model fine-tuned on {adapted[tokens]:,} tokens under that "
+    "window, without memory. Then only the attention of that layer and the memory are trained, on {tokens:,} tokens in "
     "rows of {length:,}; {rows} test rows of {twice:,}. The first window is a control: memory is empty there. "
     "Differences are in perplexity beyond the window, in brackets their 95% intervals over documents; where a design "
     "has several seeds, which train on different rows, the difference of each seed follows, and perplexities are "
-    "means. LongPPL: {keys:,} key tokens, found by the untouched model. Full attention and attention sinks are the "
-    "untouched model. Not a table of the paper. Measured on {hardware}, torch {torch}, commit {commit}."
+    "means. Recall: by how many nats per token a repeated span of {span} tokens is likelier than the same span in a "
+    "text where it is new, by the distance to its first occurrence; {copy_rows} rows. LongPPL: {keys:,} key tokens, "
+    "found by the untouched model. Full attention and attention sinks are the untouched model. Not a table of the "
+    "paper. Measured on {hardware}, torch {torch}, commit {commit}."
 )
 
 
@@ -62,6 +65,7 @@ def table(root: Path) -> str:
             "beyond",
             "against no memory",
             f"against {RIVAL}",
+            *(f"recall at {distance:,}" for distance in record["plan"]["distances"]),
             "LongPPL",
         ],
         [_row(record, design) for design in ranked],
@@ -82,6 +86,10 @@ def _row(record: dict[str, Any], design: str) -> list[str]:
         f"{_mean(ppl_of(one, 1) for one in documents):.3f}",
         _against(record, design, BASE),
         _against(record, design, RIVAL),
+        *(
+            f"{_mean(recall_of(run['recall'][str(distance)]) for run in runs):.3f}"
+            for distance in record["plan"]["distances"]
+        ),
         f"{longppl:.2f}",
     ]
 
@@ -119,7 +127,7 @@ def _facts(record: dict[str, Any]) -> dict[str, Any]:
     every = {name: ", ".join(sorted({one[name] for one in environments})) for name in ("hardware", "torch", "commit")}
     return plan | every | {
         "corpus": record["data"]["corpus"],
-        "tokens": plan["steps"] * plan["length"],
+        "tokens": plan["steps"] * plan["batch"] * plan["length"],
         "twice": 2 * plan["length"],
         "keys": sum(len(places) for places in record["keys"].values()),
     }  # fmt: skip

@@ -47,6 +47,12 @@ def key_loss(losses: Sequence[np.ndarray], keys: Mapping[str, Sequence[int]]) ->
     return {"loss": math.fsum(x for row in picked for x in row), "tokens": sum(len(row) for row in picked)}
 
 
+def recall_of(held: Mapping[str, Sequence[float]]) -> float:
+    """By how many nats copies are likelier than the same spans in another text, of what `copy_losses` gave."""
+    other, copy, tokens = (math.fsum(sums[part] for sums in held.values()) for part in range(3))
+    return (other - copy) / tokens
+
+
 def ppl_of(documents: Documents, first: int = 0, last: int | None = None) -> float:
     """Of the parts `first` to `last` of all rows."""
     sums = {

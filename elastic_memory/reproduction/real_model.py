@@ -149,7 +149,7 @@ class Study:
 
     def _check_alike(self, jobs: Sequence[Candidate]) -> None:
         """Refuse records of other weights or other text, before hours of work."""
-        weights = self._weights_hash()
+        weights = self.weights_hash()
         for job in jobs:
             record = self.record(job)
             if record is None:
@@ -189,7 +189,7 @@ class Study:
         """Attach, fine-tune, measure, write the record, and remove the weights."""
         plan, begun, folder = self.plan, time.monotonic(), self.out / "work" / job.name
         rows = samples(self.data / job.corpus, "test")
-        weights = self._weights_hash()
+        weights = self.weights_hash()
         record: dict[str, Any] = {
             "job": asdict(job),
             "plan": plan.bound,
@@ -239,7 +239,7 @@ class Study:
             load=load,
         )
 
-    def _weights_hash(self) -> str:
+    def weights_hash(self) -> str:
         """Of the untouched model's files; of its name, if it is on the hub."""
         folder = Path(model_folder(self.model))
         sums = [f"{file.name} {sha256(file)}" for file in sorted(folder.glob("*.safetensors"))]

@@ -8,7 +8,7 @@ from typing import Any
 from elastic_memory.common.files import write_json, write_text
 from elastic_memory.common.names import suggest
 from elastic_memory.report.tables import Table
-from elastic_memory.reproduction.real_measures import difference, ppl_of
+from elastic_memory.reproduction.real_measures import difference, ppl_of, recall_of
 from elastic_memory.reproduction.real_model import Candidate, Setup, Study
 
 USES = ("data", "model", "minutes", "parallel", "seeds", "designs", "keep-weights")
@@ -250,11 +250,8 @@ def _long(record: dict[str, Any]) -> float | None:
 
 
 def _recall(record: dict[str, Any], distance: int) -> float | None:
-    """Nats by which copies are likelier than the same spans in another text; None in records from before."""
-    if "recall" not in record:
-        return None
-    other, copy, tokens = (math.fsum(held[i] for held in record["recall"][str(distance)].values()) for i in range(3))
-    return (other - copy) / tokens
+    """None in records from before it was measured."""
+    return recall_of(record["recall"][str(distance)]) if "recall" in record else None
 
 
 def _mean(values: Any) -> Any:
