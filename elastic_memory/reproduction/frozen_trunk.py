@@ -37,7 +37,7 @@ Record: [{name}](benchmarks/results/{name}).
 
 def summary(root: Path) -> str:
     """The README's paragraph."""
-    record = newest(root, "frozen-trunk-cpu")
+    record = newest(root, "frozen-trunk")
     lower = {
         design: -_difference(record, design, BASE)[0]
         for design in record["runs"]
@@ -45,7 +45,7 @@ def summary(root: Path) -> str:
     }
     best = max(lower, key=lambda design: lower[design])
     alone = max(value for design, value in lower.items() if design in ELASTIC)
-    name = sorted((root / "benchmarks" / "results").glob("frozen-trunk-cpu-*.json"))[-1].name
+    name = sorted((root / "benchmarks" / "results").glob("frozen-trunk-*.json"))[-1].name
     rival = -_difference(record, RIVAL, BASE)[0]
     known = {"rival": rival, "best": best, "first": lower[best], "alone": alone, "name": name}
     return SUMMARY.format(**record["plan"], **known)
@@ -53,7 +53,7 @@ def summary(root: Path) -> str:
 
 def table(root: Path) -> str:
     """All designs, the best first; the newest record counts."""
-    record = newest(root, "frozen-trunk-cpu")
+    record = newest(root, "frozen-trunk")
     ranked = sorted(record["runs"], key=lambda design: _difference(record, design, BASE)[0])
     return Table(
         "Memories in a frozen pretrained model",
