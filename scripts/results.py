@@ -216,7 +216,7 @@ def index(root: Path) -> str:
     tables = "\n".join((root / "results" / f"{name}.md").read_text() for name in names)
     shown = "\n".join(f"![{title}]({name}-small.png)\n" for title, name in PICTURES.items())
     recalled = (root / "results" / "recall-small.md").read_text()
-    frozen = ["## In a pretrained model whose other layers are frozen\n", frozen_trunk.table(root)]
+    frozen = ["## In a pretrained model whose other layers are frozen\n", frozen_trunk.tables(root)]
     return "\n".join([INDEX.format(**known(root)), tables, shown, "## Recall\n", recalled, *frozen])
 
 
@@ -234,7 +234,7 @@ def write(root: Path) -> None:
         ("README.md", overview(root), "results"),
         ("docs/training.md", plan(root), "plan"),
         ("docs/evaluation.md", recall_table(root), "recall"),
-        ("docs/attach.md", frozen_trunk.table(root), "frozen"),
+        ("docs/attach.md", frozen_trunk.tables(root), "frozen"),
     ]
     for page, text, name in pages:
         path = root / page

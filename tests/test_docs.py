@@ -261,8 +261,29 @@ def test_results_are_those_on_record():
         "run python scripts/results.py"
     )
     attach = (ROOT / "docs" / "attach.md").read_text(encoding="utf-8")
-    assert attach == catalogue.insert(attach, frozen_trunk.table(ROOT), "frozen"), "run python scripts/results.py"
+    assert attach == catalogue.insert(attach, frozen_trunk.tables(ROOT), "frozen"), "run python scripts/results.py"
     assert (ROOT / "results" / "README.md").read_text() == results.index(ROOT), "run python scripts/results.py"
+
+
+def test_what_the_page_on_attaching_says_of_designs_is_on_record():
+    """The widest claims of "Which memory": the order of the designs, half the gain, and who recalls most."""
+    from elastic_memory.report.speed import benchmark_records
+    from elastic_memory.reproduction.real_measures import difference, recall_of
+
+    for path in benchmark_records(ROOT, "frozen-trunk"):
+        runs = json.loads(path.read_text())["runs"]
+        gains = {}
+        for design in runs.keys() - {"no memory"}:
+            seeds = runs[design].keys() & runs["no memory"].keys()
+            pairs = [[runs[name][seed]["documents"] for seed in sorted(seeds)] for name in (design, "no memory")]
+            gains[design] = -difference(*pairs)[0]
+        window, means, cells = (gains[name] for name in ("wider window", "key-value means", "elastic cells"))
+        assert window == max(gains.values()) and window > means > cells
+        assert "half window half elastic" not in gains or means < gains["half window half elastic"] < window
+        if "cpu" not in path.name:
+            assert 0.4 < means / window < 0.6 and set(map(len, runs.values())) == {3}
+            far = {name: [recall_of(run["recall"]["8192"]) for run in runs[name].values()] for name in runs}
+            assert min(far["key-value means"]) > max(far["wider window"])
 
 
 def section(page: str, start: str, end: str) -> str:

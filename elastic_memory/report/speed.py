@@ -13,13 +13,18 @@ from elastic_memory.report.tables import Table
 LENGTHS = {2048: "2k", 4096: "4k", 32768: "32k", 262144: "256k", 1048576: "1M"}
 
 
-def newest(root: Path, what: str) -> dict[str, Any]:
-    """The newest record of a benchmark."""
+def benchmark_records(root: Path, what: str) -> list[Path]:
+    """All records of a benchmark, the newest last."""
     folder = root / "benchmarks" / "results"
     paths = sorted(folder.glob(f"{what}-*.json"), key=lambda path: path.stem[-10:])
     if not paths:
         raise FileNotFoundError(f"{folder} has no {what}-*.json: run the benchmark first")
-    return json.loads(paths[-1].read_text())
+    return paths
+
+
+def newest(root: Path, what: str) -> dict[str, Any]:
+    """The newest record of a benchmark."""
+    return json.loads(benchmark_records(root, what)[-1].read_text())
 
 
 def headline(root: Path) -> str:

@@ -1,11 +1,12 @@
-"""The table of memories in a frozen pretrained model, made of the record of benchmarks/frozen_trunk.py."""
+"""The tables of memories in a frozen pretrained model, made of the records of benchmarks/frozen_trunk.py."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_memory.report.speed import newest
+from elastic_memory.report.speed import benchmark_records
 from elastic_memory.report.tables import Table
 from elastic_memory.reproduction.real_measures import Documents, difference, ppl_of, recall_of
 from elastic_memory.reproduction.tables.real_model import BASE, DESIGNS, ELASTIC
@@ -14,30 +15,34 @@ RIVAL = "wider window"
 
 NOTE = (
     "{model}, {corpus}, sliding attention over {window:,} tokens in all layers, a memory of order {order:,} in layer "
-    "{layer}. All designs start from the same weights: the model fine-tuned on {adapted[tokens]:,} tokens under that "
-    "window, without memory. Then only the attention of that layer and the memory are trained, on {tokens:,} tokens in "
-    "rows of {length:,}; {rows} test rows of {twice:,}. The first window is a control: memory is empty there. "
-    "Differences are in perplexity beyond the window, in brackets their 95% intervals over documents; where a design "
-    "has several seeds, which train on different rows, the difference of each seed follows, and perplexities are "
-    "means. Recall: by how many nats per token a repeated span of {span} tokens is likelier than the same span in a "
-    "text where it is new, by the distance to its first occurrence; {copy_rows} rows. LongPPL: {keys:,} key tokens, "
-    "found by the untouched model. Full attention and attention sinks are the untouched model. Not a table of the "
-    "paper. Measured on {hardware}, torch {torch}, commit {commit}."
+    "{layer}. {start} Only the attention of that layer and the memory are trained, on {tokens:,} tokens in rows of "
+    "{length:,}; {rows} test rows of {twice:,}. The first window is a control: memory is empty there. Differences are "
+    "in perplexity beyond the window, in brackets their 95% intervals over documents; where a design has several "
+    "seeds, which train on different rows, the difference of each seed follows, and perplexities are means. {recall}"
+    "LongPPL: {keys:,} key tokens, found by the untouched model. Not a table of the paper. Measured on {hardware}, "
+    "torch {torch}, commit {commit}."
 )
-
+ADAPTED = "All designs start from the model fine-tuned on {tokens:,} tokens under that window, without memory."
+UNTOUCHED = "All designs start from the untouched model."
+RECALL = (
+    "Recall: by how many nats per token a repeated span of {span} tokens is likelier than the same span in a text "
+    "where it is new, by the distance to its first occurrence; {copy_rows} rows. "
+)
 
 SUMMARY = """\
 **In a pretrained model.** SmolLM2-135M with a sliding window of {window:,} tokens gets a memory in one layer, and only
-that layer's attention is trained. The control, a window wider by as many floats, lowers perplexity beyond the window by
-{rival:.1%}; the best memory of that size, "{best}", by {first:.1%}; elastic memory alone by {alone:.1%}. Here
-raw tokens are worth more than compressed ones. All designs: [attach](docs/attach.md#which-memory).
+that layer's attention is trained. Perplexity beyond the window falls by {rival:.1%} with the control, a window wider by
+as many floats; by {first:.1%} with the best memory of that size, "{best}"; by {alone:.1%} with elastic memory.
+{verdict}All designs: [attach](docs/attach.md#which-memory).
 Record: [{name}](benchmarks/results/{name}).
 """
+VERDICT = "No memory of that size is as good as the wider window here.\n"
 
 
 def summary(root: Path) -> str:
-    """The README's paragraph."""
-    record = newest(root, "frozen-trunk")
+    """The README's paragraph, of the newest record."""
+    path = benchmark_records(root, "frozen-trunk")[-1]
+    record = json.loads(path.read_text())
     lower = {
         design: -_difference(record, design, BASE)[0]
         for design in record["runs"]
@@ -45,32 +50,28 @@ def summary(root: Path) -> str:
     }
     best = max(lower, key=lambda design: lower[design])
     alone = max(value for design, value in lower.items() if design in ELASTIC)
-    name = sorted((root / "benchmarks" / "results").glob("frozen-trunk-*.json"))[-1].name
     rival = -_difference(record, RIVAL, BASE)[0]
-    known = {"rival": rival, "best": best, "first": lower[best], "alone": alone, "name": name}
-    return SUMMARY.format(**record["plan"], **known)
+    known = {"rival": rival, "best": best, "first": lower[best], "alone": alone, "name": path.name}
+    return SUMMARY.format(**record["plan"], **known, verdict=VERDICT if rival > lower[best] else "")
 
 
-def table(root: Path) -> str:
-    """All designs, the best first; the newest record counts."""
-    record = newest(root, "frozen-trunk")
+def tables(root: Path) -> str:
+    """One of each record, the newest first; the best designs first."""
+    records = [json.loads(path.read_text()) for path in reversed(benchmark_records(root, "frozen-trunk"))]
+    return "\n".join(_table(record).markdown() for record in records)
+
+
+def _table(record: dict[str, Any]) -> Table:
     ranked = sorted(record["runs"], key=lambda design: _difference(record, design, BASE)[0])
+    recall = [f"recall at {distance:,}" for distance in _distances(record)]
+    window = record["plan"]["window"]
     return Table(
-        "Memories in a frozen pretrained model",
-        [
-            "design",
-            "floats",
-            "parameters",
-            "first window",
-            "beyond",
-            "against no memory",
-            f"against {RIVAL}",
-            *(f"recall at {distance:,}" for distance in record["plan"]["distances"]),
-            "LongPPL",
-        ],
+        f"Memories in a frozen pretrained model, behind a window of {window:,} tokens",
+        ["design", "floats", "parameters", "first window", "beyond", "against no memory", f"against {RIVAL}", *recall,
+         "LongPPL"],
         [_row(record, design) for design in ranked],
         NOTE.format(**_facts(record)),
-    ).markdown()
+    )  # fmt: skip
 
 
 def _row(record: dict[str, Any], design: str) -> list[str]:
@@ -86,10 +87,7 @@ def _row(record: dict[str, Any], design: str) -> list[str]:
         f"{_mean(ppl_of(one, 1) for one in documents):.3f}",
         _against(record, design, BASE),
         _against(record, design, RIVAL),
-        *(
-            f"{_mean(recall_of(run['recall'][str(distance)]) for run in runs):.3f}"
-            for distance in record["plan"]["distances"]
-        ),
+        *(f"{_mean(recall_of(run['recall'][str(d)]) for run in runs):.3f}" for d in _distances(record)),
         f"{longppl:.2f}",
     ]
 
@@ -121,13 +119,22 @@ def _documents(record: dict[str, Any], design: str) -> list[Documents]:
     return [run["documents"] for run in record["runs"][design].values()]
 
 
+def _distances(record: dict[str, Any]) -> Sequence[int]:
+    """At which recall was measured; none in records from before it was."""
+    return record["plan"].get("distances", ())
+
+
 def _facts(record: dict[str, Any]) -> dict[str, Any]:
     plan = record["plan"]
     environments = [run["environment"] for runs in record["runs"].values() for run in runs.values()]
     every = {name: ", ".join(sorted({one[name] for one in environments})) for name in ("hardware", "torch", "commit")}
+    adapted = plan.get("adapted")
     return plan | every | {
+        "model": plan["model"].removesuffix(".gguf"),
         "corpus": record["data"]["corpus"],
-        "tokens": plan["steps"] * plan["batch"] * plan["length"],
+        "start": ADAPTED.format(**adapted) if adapted else UNTOUCHED,
+        "recall": RECALL.format(**plan) if _distances(record) else "",
+        "tokens": plan["steps"] * plan.get("batch", 1) * plan["length"],
         "twice": 2 * plan["length"],
         "keys": sum(len(places) for places in record["keys"].values()),
     }  # fmt: skip
