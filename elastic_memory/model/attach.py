@@ -1,5 +1,6 @@
 """Attach a memory to a pretrained model, and detach it again."""
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,15 @@ def attach_memory(
     if again:
         _restore(layers_with_memory, model.name_or_path)
     _install(layers_with_memory, model)
-    setattr(config, SAVED, values)
-    setattr(config, RECORD, defaults(settings))
+    setattr(model.config, SAVED, values)
+    setattr(model.config, RECORD, defaults(settings))
     return model
 
 
 def _install(layers: nn.ModuleList, model: Any) -> None:
     """Replace the layers of the model, and its classes."""
     backbone = model.model
+    model.config = backbone.config = copy.deepcopy(model.config)  # other models may have been built from the same one
     original = (model.__class__, backbone.__class__, backbone.layers)
     backbone.layers = layers
     backbone.__class__ = with_memory(MemoryBackbone, original[1])
