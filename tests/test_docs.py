@@ -265,6 +265,17 @@ def test_results_are_those_on_record():
     assert (ROOT / "results" / "README.md").read_text() == results.index(ROOT), "run python scripts/results.py"
 
 
+def test_what_the_readme_says_of_recall_is_on_record():
+    accuracy: dict[str, dict[int, float]] = {}
+    for cell in json.loads((ROOT / "results" / "recall-small.json").read_text())["rows"]:
+        accuracy.setdefault(cell["row"], {})[cell["distance"]] = cell["accuracy"]
+    lost, elastic = accuracy["Transformer++"], accuracy["Elastic, uniform"]
+    assert max(lost.values()) < 0.05 and max(accuracy["Melodi"].values()) < 0.05
+    assert elastic[8] > 0.9 > elastic[16] > elastic[32] > elastic[64]
+    assert min(accuracy["Elastic, uniform, 8x at test time"].values()) > 0.95
+    assert all(accuracy[name][1] - accuracy[name][64] < 0.1 for name in ("Infini", "Means"))
+
+
 def test_what_the_page_on_attaching_says_of_designs_is_on_record():
     """The widest claims of "Which memory": the order of the designs, half the gain, and who recalls most."""
     from elastic_memory.report.speed import benchmark_records
