@@ -263,6 +263,9 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (".clamp(-FASTEST, FASTEST)", "", "stay_finite"),
         (".clamp(min=OLDEST)", "", "stay_finite"),
     ],
+    ("elastic_memory/operators.py", "tests/model/test_configuration.py"): [
+        ("self.sample_points(self.points)", "pass", "contradictions"),
+    ],
     ("elastic_memory/memory/dyadic.py", "tests/memory/test_dyadic.py"): [
         ("if segments < 1 or unit < 1:", "if False:", "refused"),
         ("if order not in (None, self.bank.order):", "if False:", "settled"),
