@@ -3,6 +3,7 @@
 A file may name a `base:` file in its folder, whose keys it overrides, and a `grid:` of variants (`variants`).
 """
 
+import copy
 import hashlib
 import itertools
 import json
@@ -242,9 +243,8 @@ def variants(path: str | Path) -> list[Recipe]:
     for entry in grid or [{}]:
         lists = [value if isinstance(value, list) else [value] for value in entry.values()]
         for values in itertools.product(*lists):
-            chosen = dict(zip(entry, values, strict=True))
-            variant = json.loads(json.dumps(tree))
-            for key, value in chosen.items():
+            variant = copy.deepcopy(tree)
+            for key, value in zip(entry, values, strict=True):
                 _set(variant, key, value, f"{path.name}: grid")
             recipes.append(Recipe.parse(variant, path.name))
     return recipes
