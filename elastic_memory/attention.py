@@ -135,10 +135,10 @@ def with_features(
     return torch.cat(queries, dim=-1), torch.cat(keys, dim=-1)
 
 
-def multiple_of_8(*tensors: Float[Tensor, "batch head token _"]) -> list[Tensor]:
+def multiple_of_8(*tensors: Float[Tensor, "_ _ _ _"]) -> list[Tensor]:
     """With zeros for features up to the largest and a multiple of 8, which the fastest attention kernels need."""
     dim = -(-max(x.shape[-1] for x in tensors) // 8) * 8
-    return [F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
+    return [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
 
 
 def window_mask(

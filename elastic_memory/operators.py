@@ -107,7 +107,7 @@ class Bank:
     def __post_init__(self) -> None:
         if self.order < 1 or self.points < 1:
             raise ValueError(f"order {self.order} read at {self.points} points: both must be at least 1")
-        sampling.resolve(self.sampling, dict(self.options))
+        self.sample_points(self.points)  # refuses options that do not fit
 
     def step(
         self, start: int, end: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None

@@ -91,7 +91,11 @@ def sample_points(sampling: str | Sampling, points: int, history: int, **options
         raise ValueError(f"{points} points of a history of {history} tokens: both must be at least 1")
     function = resolve(sampling, options)
     name = getattr(function, "__name__", "sampling")
-    u = torch.as_tensor(function(points, history, **options)).to("cpu", torch.float64)
+    try:
+        with torch.device("cpu"):  # also where a model is built without memory for its weights
+            u = torch.as_tensor(function(points, history, **options)).to("cpu", torch.float64)
+    except TypeError as error:
+        raise ValueError(f"sampling {name!r} of {points} points with options {options}: {error}") from error
     if tuple(u.shape) not in ((points,), (points, 2)):
         raise ValueError(f"sampling {name!r} returned shape {list(u.shape)}: it must be [{points}] or [{points}, 2]")
     if not bool(((u >= 0) & (u <= 1)).all()):

@@ -1,4 +1,4 @@
-"""How many threads to use for small models."""
+"""The number of threads for small models."""
 
 import os
 import time
@@ -7,10 +7,10 @@ import torch
 
 
 def choose_threads(width: int = 64) -> int:
-    """One thread, or all of torch's: whichever is now faster for the products of a model of this width.
+    """Set one thread, or all of torch's: whichever is now faster for the products of a model of this width.
 
     On shared cores a tiny model can be six times slower with two threads than with one, because each product waits for
-    the slower thread. If OMP_NUM_THREADS is set, it decides.
+    the slower thread. If OMP_NUM_THREADS is set, it decides. Returns the number of threads.
     """
     most = torch.get_num_threads()
     if most == 1 or "OMP_NUM_THREADS" in os.environ:

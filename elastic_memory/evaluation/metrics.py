@@ -145,10 +145,13 @@ def _counted(rows: Sequence[Any], advance: Advance) -> Any:
 def _lent(model: Model) -> Iterator[Callable[[], None]]:
     """The model may be trained in this context, and is then as it was; what is yielded resets it meanwhile."""
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    training = model.training
     try:
         yield lambda: model.load_state_dict(weights)
     finally:
         model.load_state_dict(weights)
+        model.zero_grad()
+        model.train(training)
 
 
 def _recall(evaluation: Evaluation, advance: Advance) -> Any:

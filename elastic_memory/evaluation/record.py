@@ -13,6 +13,7 @@ from elastic_memory.common.files import write_json
 from elastic_memory.common.progress import Bars
 from elastic_memory.data import Samples
 from elastic_memory.evaluation.metrics import METRICS, Evaluation, evaluate, work
+from elastic_memory.training.build import parameters_of
 
 
 def with_progress(evaluation: Evaluation, metrics: Sequence[str]) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def describe(checkpoint: str, evaluation: Evaluation, rows: Samples | None, resu
     return {
         "checkpoint": checkpoint,
         "memory": evaluation.model.memory_report() if hasattr(evaluation.model, "memory_report") else [],
-        "parameters": sum(weight.numel() for weight in evaluation.model.parameters()),
+        "parameters": parameters_of(evaluation.model),
         "data": rows and {
             "split": rows.split,
             "sha256": rows.fingerprint,
@@ -50,7 +51,6 @@ def describe(checkpoint: str, evaluation: Evaluation, rows: Samples | None, resu
         "precision": "bfloat16 autocast" if device.type == "cuda" else str(next(evaluation.model.parameters()).dtype),
         "log_softmax": "float32",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
         "transformers": transformers.__version__,
         **environment(),
         "metrics": {name: _plain(result) for name, result in results.items()},

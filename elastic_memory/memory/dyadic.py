@@ -9,9 +9,8 @@ import torch
 
 from elastic_memory import hippo, sampling
 from elastic_memory.common.defaults import ORDER, POINTS
-from elastic_memory.memory.contract import Geometry, MemoryInfo, Reading
+from elastic_memory.memory.contract import Geometry, MemoryInfo
 from elastic_memory.memory.linear import LinearMemory
-from elastic_memory.memory.tools import static
 from elastic_memory.operators import Step, readers
 from elastic_memory.shapes import Float, Tensor
 
@@ -157,12 +156,9 @@ class DyadicMemory(LinearMemory):
         bank, order = self.bank, self.bank.order // self.segments
         return Segments(order, self.segments, self.unit, bank.points, bank.sampling, bank.options)
 
-    def scored(self, reading: Reading, seen: int) -> Reading:
-        """The reading, with log m of each column if `mass` says so."""
-        if not self.adds_score:
-            return reading
-        score = _log_mass(self.rule, static(seen), str(reading[0].device))
-        return *reading, score[None, None, :, None].expand(len(reading[0]), 1, -1, 1)
+    def log_mass(self, seen: int, device: str) -> Float[Tensor, " column"]:
+        """That of the segments' sample points."""
+        return _log_mass(self.rule, seen, device)
 
     def set_retrieval(self, order: int | None = None, **changes: Any) -> None:  # type: ignore[override]
         """Read each segment with another sampling or number of points."""

@@ -9,7 +9,7 @@ import torch
 from elastic_memory.common.defaults import ORDER, POINTS
 from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
 from elastic_memory.memory.tools import full_precision, one_of, static
-from elastic_memory.operators import Bank, Direct, Recurrent
+from elastic_memory.operators import Bank, Direct, Recurrent, Step
 from elastic_memory.shapes import Float, Tensor
 
 EPSILON = 1e-12  # of a squared length
@@ -84,19 +84,30 @@ class ElasticMemory(ParallelMemory):
     @full_precision
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """K_mem, V_mem = R C^(K), R C^(V) (eq. 8); memory tokens get no positions."""
-        reconstruction = self.bank.reconstruction(seen, state[0].device, every=self.geometry.block_size)
-        return self._finished(tuple(reconstruction @ part for part in state), seen)
+        reader = self.reader(seen, state[0].device)
+        return self.finished(tuple(reader @ part for part in state), seen)
 
     @full_precision
     def write(self, state: State, block: Block, seen: int) -> ElasticState:
         """C <- P C + K F (eq. 6)."""
-        end, every = seen + block.key.shape[2], self.geometry.block_size
-        step = self.bank.step(seen, end, block.key.device, every=every)
+        step = self.step(seen, seen + block.key.shape[2], block.key.device)
         key, value = (
             step.transition @ part + step.projection @ signal.float()
             for part, signal in zip(state, self._signals(block.key, block.value), strict=True)
         )
         return ElasticState(key, value)
+
+    def reader(self, seen: int, device: torch.device) -> Float[Tensor, "*head point order"]:
+        """R, which reads a history of so many tokens."""
+        return self.bank.reconstruction(seen, device, every=self.geometry.block_size)
+
+    def step(self, start: int, end: int, device: torch.device) -> Step:
+        """P and K, which write tokens `start` to `end - 1`."""
+        return self.bank.step(start, end, device, every=self.geometry.block_size)
+
+    def log_mass(self, seen: int, device: str) -> Float[Tensor, " point"]:
+        """The logarithm of the number of tokens that each point or cell of a history stands for."""
+        return _log_mass(*_fields(self.bank), seen, device)
 
     @full_precision
     def join(self, state: State, seen: int, other: State, other_seen: int) -> ElasticState:
@@ -118,7 +129,7 @@ class ElasticMemory(ParallelMemory):
         readings = read(plan, signal.flatten(1))
         # [point, 2 * batch * head * dim] -> keys and values [batch, head, point, dim]
         pairs = (tuple(one.unflatten(1, signal.shape[1:]).permute(1, 2, 3, 0, 4).unbind(0)) for one in readings)
-        return [self._finished(pair, block * size) for block, pair in enumerate(pairs, 1)]
+        return [self.finished(pair, block * size) for block, pair in enumerate(pairs, 1)]
 
     def _signals(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """What is compressed: keys and values; with `length` also ||k||^2 and ||v||, as their last features."""
@@ -127,14 +138,14 @@ class ElasticMemory(ParallelMemory):
         squared, norm = key.square().sum(-1, keepdim=True), value.norm(dim=-1, keepdim=True)
         return torch.cat((key, squared), dim=-1), torch.cat((value, norm), dim=-1)
 
-    def _finished(self, reading: Reading, seen: int) -> Reading:
+    def finished(self, reading: Reading, seen: int) -> Reading:
         """What was read of the signals, with lengths and scores as the options say."""
         if self.length:
             (key, squared), (value, norm) = (part.split((self.geometry.head_dim, 1), dim=-1) for part in reading)
             reading = _lengthened(key, squared.clamp_min(EPSILON).sqrt()), _lengthened(value, norm.clamp_min(0))
         if not self.adds_score:
             return reading
-        score = _log_mass(*_fields(self.bank), static(seen), str(reading[0].device))
+        score = self.log_mass(static(seen), str(reading[0].device))
         return *reading, score[None, None, :, None].expand(len(reading[0]), 1, -1, 1)
 
     def _direct(self, plan: Direct, signal: Float[Tensor, "token feature"]) -> Sequence[Tensor]:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elastic_memory.memory.contract import Block, Host, KeyValues, Memory, Reading, State
-from elastic_memory.memory.elastic import ElasticMemory, ElasticState
-from elastic_memory.memory.tools import full_precision, static
+from elastic_memory.memory.contract import Host, KeyValues, Memory, Reading, State
+from elastic_memory.memory.elastic import ElasticMemory
+from elastic_memory.memory.tools import static
 from elastic_memory.operators import CACHED, Step
 from elastic_memory.shapes import Float, Tensor
 
@@ -54,21 +54,13 @@ class LinearMemory(ElasticMemory):
         super().set_retrieval(**changes)
         self.rule = self.make_rule()
 
-    @full_precision
-    def read(self, state: State, seen: int, host: Host) -> Reading:
-        """R C."""
-        reader = reader_of(self.rule, seen, str(state[0].device), torch.float32)
-        return self.scored(tuple(reader @ part for part in state), seen)
+    def reader(self, seen: int, device: torch.device) -> Float[Tensor, "*head point order"]:
+        """R of the rule."""
+        return reader_of(self.rule, seen, str(device), torch.float32)
 
-    @full_precision
-    def write(self, state: State, block: Block, seen: int) -> ElasticState:
-        """C <- P C + K F."""
-        step = step_of(self.rule, seen, seen + block.key.shape[2], str(block.key.device), torch.float32)
-        key, value = (
-            step.transition @ part + step.projection @ signal.float()
-            for part, signal in zip(state, (block.key, block.value), strict=True)
-        )
-        return ElasticState(key, value)
+    def step(self, start: int, end: int, device: torch.device) -> Step:
+        """P and K of the rule."""
+        return step_of(self.rule, start, end, str(device), torch.float32)
 
     join = Memory.join  # type: ignore[assignment]  # a token's place in the state depends on the text before it
 
@@ -83,11 +75,7 @@ class LinearMemory(ElasticMemory):
             readings = [reader @ state for reader, state in zip(plan.readers, entering, strict=True)]
         shape = signal.shape[2:]
         pairs = (tuple(one.to(key.dtype).unflatten(2, shape).permute(2, 3, 0, 1, 4).unbind(0)) for one in readings)
-        return [self.scored(pair, block * size) for block, pair in enumerate(pairs, 1)]
-
-    def scored(self, reading: Reading, seen: int) -> Reading:
-        """The reading; a memory that `adds_score` appends what it adds."""
-        return reading
+        return [self.finished(pair, block * size) for block, pair in enumerate(pairs, 1)]
 
 
 def states(

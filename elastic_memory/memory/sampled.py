@@ -71,7 +71,7 @@ class SampledMemory(ParallelMemory):
         if order < 1:
             raise ValueError(f"{order} tokens: give an order (memory_order) from 1 on")
         options: dict[str, object] = dict(sampling_options or {})
-        samplings.resolve(sampling, options)
+        samplings.sample_points(sampling, order, order, **options)  # refuses options that do not fit
         self.adds_score = mass
         self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
         self.rule = Choice(order, sampling, tuple(sorted(options.items())))

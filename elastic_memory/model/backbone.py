@@ -54,10 +54,10 @@ class MemoryBackbone(Mixed):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        _refuse(self.config, input_ids if input_ids is not None else inputs_embeds, attention_mask, kwargs)
+        source: Any = input_ids if input_ids is not None else inputs_embeds
+        _refuse(self.config, source, attention_mask, kwargs)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        source: Any = input_ids if input_ids is not None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = MemoryCache(self)
         if past_key_values is not None:

@@ -157,12 +157,13 @@ class MemoryCausalLM(Mixed):
                 counted = copy.deepcopy(memory)
                 for part in counted.modules():
                     part.geometry = self.config.geometry()
+            floats = state_floats(counted)
             report.append(
                 {
                     "layer": index,
                     "memory": names[type(memory)],
-                    "state_floats": state_floats(counted).paper,
-                    "carried_floats": state_floats(counted).carried,
+                    "state_floats": floats.paper,
+                    "carried_floats": floats.carried,
                     "extra_parameters": extra_parameters(memory),
                 }
             )

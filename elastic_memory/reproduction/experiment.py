@@ -272,13 +272,8 @@ def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
     keyed = [how for metric, how in measured if metric == "longppl"]
     for text in dict.fromkeys(_reference(how) for how in keyed):
         parts.append(f"LongPPL[{text}].")
-    counted = {
-        entry["corpus"]: how["key_tokens"]
-        for entry in entries
-        for run in entry["runs"]
-        for metric, how in run["measured"].items()
-        if metric == "longppl"
-    }
+    having = [(entry["corpus"], run) for entry in entries for run in _having(entry, "longppl")]
+    counted = {corpus: run["measured"]["longppl"]["key_tokens"] for corpus, run in having}
     if counted:
         found = ", ".join(f"{lab.tier.title(corpus)} {count:,}" for corpus, count in counted.items())
         parts.append(f"Key tokens: {found}.")

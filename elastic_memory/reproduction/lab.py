@@ -119,13 +119,12 @@ class Lab:
     def _counted(self, model: Trained) -> dict[str, int]:
         """Memory floats and added parameters of the whole model, as the paper counts them, and the order."""
         config = build_config(self.recipe(model))
-        plain = type(config).from_dict(config.to_dict() | {"pad_heads": False})
         with torch.device("meta"):
-            report = em.MemoryLlamaForCausalLM(plain).memory_report()
+            report = em.MemoryLlamaForCausalLM(config).memory_report()
         return {
             "memory": sum(line["state_floats"] for line in report),
             "added": sum(line["extra_parameters"] for line in report),
-            "order": plain.memory_order,
+            "order": config.memory_order,
         }
 
     # -- what is needed

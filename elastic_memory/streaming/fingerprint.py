@@ -20,7 +20,7 @@ NOTES = {
 # Settings of a memory, some of which were given and some left to a default; those in effect count instead.
 GIVEN = {
     "elastic_memory", "memory", "memory_layers", "memory_options", "memory_order", "memory_points", "sampling",
-    "sampling_options",
+    "sampling_options", "window",
 }  # fmt: skip
 IN_EFFECT = "memory."  # how the names of those begin
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -40,12 +40,18 @@ def settings(model: Any) -> dict[str, Any]:
     kept = given(model)
     if not hasattr(model, "memories"):
         return kept
-    memories, locality = model.memories, model.base_model.layers[0].locality
-    effect = {"layers": list(memories), "block_size": locality.block_size, "local_attention": locality.kind}
-    for memory in list(memories.values())[:1]:  # all are of one kind and have the same options
+    effect = {"layers": list(model.memories), **local_settings(model)}
+    for memory in list(model.memories.values())[:1]:  # all are of one kind and have the same options
         effect |= {"kind": type(memory).__name__} | memory.built_with
     kept = {name: value for name, value in kept.items() if name not in GIVEN}
     return kept | {f"{IN_EFFECT}{name}": value for name, value in _json(effect).items()}
+
+
+def local_settings(model: Any) -> dict[str, Any]:
+    """What a token sees without memory."""
+    locality = model.base_model.layers[0].locality
+    window = {"window": locality.window} if locality.lag else {}  # which files of earlier versions do not know
+    return {"block_size": locality.block_size, "local_attention": locality.kind} | window
 
 
 def given(model: Any) -> dict[str, Any]:

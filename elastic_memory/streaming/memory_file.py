@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from elastic_memory.common.files import whole_file
 from elastic_memory.common.strict import unique_keys
 from elastic_memory.shapes import Tensor
-from elastic_memory.streaming.fingerprint import IN_EFFECT, given, settings, weights_hash
+from elastic_memory.streaming.fingerprint import IN_EFFECT, given, local_settings, settings, weights_hash
 from elastic_memory.streaming.texts import ReadText
 
 if TYPE_CHECKING:
@@ -41,17 +41,11 @@ def content_hash(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
 
 def shape_of(model: Any) -> dict[str, Any]:
     """The shapes and mechanisms that a file and a model must have in common."""
-    locality = model.base_model.layers[0].locality
-    window = {"window": locality.window} if locality.lag else {}  # which files of earlier versions do not know
-    return {
-        "block_size": locality.block_size,
-        **window,
-        "local_attention": locality.kind,
-        "layers": [
-            [type(layer.memory).__name__, [list(part.shape[1:]) for part in layer.memory.start(1, "meta")]]
-            for layer in model.base_model.layers
-        ],
-    }
+    layers = [
+        [type(layer.memory).__name__, [list(part.shape[1:]) for part in layer.memory.start(1, "meta")]]
+        for layer in model.base_model.layers
+    ]
+    return local_settings(model) | {"layers": layers}
 
 
 def save(cache: "MemoryCache", path: Path, exact: bool) -> None:

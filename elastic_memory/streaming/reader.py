@@ -143,7 +143,7 @@ class Reader(Cache):
         yield hidden
 
     def _close_full(self, backbone: Any, wanting: list[bool]) -> bool:
-        """Write full blocks into memory, in rows that have more to read."""
+        """Write full blocks into memory, in rows that have more to read; whether there were any."""
         full = [row for row, opened in enumerate(self.opened) if opened == self.block_size and wanting[row]]
         if full:
             self.record()

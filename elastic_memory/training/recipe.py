@@ -3,6 +3,7 @@
 A file may name a `base:` file in its folder, whose keys it overrides, and a `grid:` of variants (`variants`).
 """
 
+import copy
 import hashlib
 import itertools
 import json
@@ -242,15 +243,15 @@ def variants(path: str | Path) -> list[Recipe]:
     for entry in grid or [{}]:
         lists = [value if isinstance(value, list) else [value] for value in entry.values()]
         for values in itertools.product(*lists):
-            chosen = dict(zip(entry, values, strict=True))
-            variant = json.loads(json.dumps(tree))
-            for key, value in chosen.items():
+            variant = copy.deepcopy(tree)
+            for key, value in zip(entry, values, strict=True):
                 _set(variant, key, value, f"{path.name}: grid")
             recipes.append(Recipe.parse(variant, path.name))
     return recipes
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _read(path: Path, above: tuple[str, ...] = ()) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The sections and the grid of a file, those of its base below them; `above`: the files that it is a base of."""
     if not path.is_file():
         packaged = [file.relative_to(RECIPES).with_suffix("").as_posix() for file in sorted(RECIPES.glob("*/*.yaml"))]
         known = [name for name in packaged if not name.endswith("/base") and not name.startswith("launch/")]
@@ -264,9 +265,9 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if not isinstance(grid, list) or not all(isinstance(entry, dict) for entry in grid):
         raise ValueError(f"{path.name}: grid: expected a list of mappings from keys to values")
     if base is not None:
-        if Path(str(base)).name != base or base == path.name:
+        if Path(str(base)).name != base or base in (*above, path.name):
             raise ValueError(f"{path.name}: base: {base!r}, expected another file of the same folder")
-        below, _ = _read(path.parent / base)
+        below, _ = _read(path.parent / base, (*above, path.name))
         tree = _merge(below, tree)
     return tree, grid
 

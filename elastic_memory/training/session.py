@@ -21,7 +21,7 @@ from elastic_memory.common.environment import environment, free_memory, is_main,
 from elastic_memory.common.files import DISK_FULL, whole_folder, write_json, write_text
 from elastic_memory.common.locks import locked
 from elastic_memory.common.progress import console
-from elastic_memory.common.strict import read_json, read_yaml
+from elastic_memory.common.strict import read_yaml
 from elastic_memory.common.threads import choose_threads
 from elastic_memory.data import Samples, samples
 from elastic_memory.data.start import StartingModel
@@ -68,7 +68,7 @@ def train(
     run = Run(Path(out), recipe, data_hash(rows))
     if run.finished:
         tell(f"{run.folder.name} is finished: its model is in {run.model}")
-        return read_json(run.result)
+        return run.content()
     limits.check(recipe, start)
     interrupts = Interrupts()
     session = Session(run, rows, resume or Resume(), interrupts, start)

@@ -18,8 +18,11 @@ from elastic_memory.evaluation.inputs import Spread
 from elastic_memory.evaluation.journal import Journal
 from elastic_memory.evaluation.loading import load_model
 from elastic_memory.evaluation.longppl import Settings
+from elastic_memory.evaluation.metrics import Evaluation
 from elastic_memory.evaluation.recall import recall
+from elastic_memory.evaluation.record import describe
 from elastic_memory.report.tables import Table
+from tests.conftest import small_model
 from tests.evaluation.conftest import TEXT, byte_level_bpe, llama, model_with
 
 LONGPPL = ["elastic", "--data", "rows", "--metric", "longppl", "--reference", "full"]
@@ -74,6 +77,13 @@ def test_json_and_table_agree_with_the_library(place, elastic, tmp_path):
     assert written["data"]["sha256"] == samples(place / "rows", "test").fingerprint
     assert written["memory"][0]["memory"] == "elastic" and written["log_softmax"] == "float32"
     assert [path.name for path in out.parent.iterdir()] == ["one.json"]
+
+
+def test_a_record_counts_parameters_without_padding():
+    plain, padded = (small_model(head_dim=10, pad_heads=pad) for pad in (False, True))
+    counts = [describe("", Evaluation(model=model, rows=[]), None, {})["parameters"] for model in (plain, padded)]
+    assert counts == [plain.num_parameters()] * 2
+    assert padded.num_parameters() > plain.num_parameters()
 
 
 def rows_of_place(place, count):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import elastic_memory as em
 from elastic_memory.evaluation import learn, recall
+from elastic_memory.evaluation.metrics import Evaluation, evaluate
 from elastic_memory.evaluation.recall import FILLER, SAY, SET, TASKS, VOCABULARY, batch, sample
 from tests.evaluation.conftest import llama, model_with
 
@@ -118,6 +119,14 @@ def test_a_passkey_1_block_back_is_learnt_in_seconds():
     losses = []
     learn(model, "passkey", blocks=2, steps=100, learning_rate=3e-3, report=lambda step, loss: losses.append(loss))
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+def test_a_model_trained_for_a_metric_is_afterwards_as_it_was():
+    model = model_with(vocab_size=100, block_size=16).train()
+    before = [weight.clone() for weight in model.parameters()]
+    evaluate(Evaluation(model=model, rows=[], recall_steps=1), ["mqar"])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert model.training and all(weight.grad is None for weight in model.parameters())
 
 
 def test_bad_input_is_named():

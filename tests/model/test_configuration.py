@@ -53,6 +53,8 @@ def test_elastic_adds_no_parameters():
         (dict(memory_options={"order": 5}, memory_order=5), "give it once"),
         (dict(memory_options={"detach_every": 0}), "detach_every"),
         (dict(sampling="unifrom"), "uniform"),
+        (dict(sampling_options={"decay": 2.0}), "between 0 and 1"),
+        (dict(memory="sampled", sampling_options={"decay": "0.9"}), "sampling 'exponential' .*'decay': '0.9'"),
         (dict(memory_order=0), "order"),
         (dict(memory_points=0), "points"),
     ],

@@ -64,6 +64,15 @@ def attached(**settings):
     return em.attach_memory(llama(pad_token_id=0), memory="infini", block_size=8, **settings).eval()
 
 
+@pytest.mark.parametrize("attach", [False, True])
+def test_the_window_counts_however_the_memory_came(attach):
+    def made(**window):
+        settings = dict(block_size=8, local_attention="sliding", sampling="uniform", **window)
+        return em.attach_memory(llama(), **settings) if attach else small_model(**settings)
+
+    assert fingerprint(made()) == fingerprint(made(window=8)) != fingerprint(made(window=16))
+
+
 @pytest.mark.parametrize("make", [lambda **options: small_model("infini", memory_options=options), attached])
 def test_what_counts_is_the_options_in_effect(make, ids, tmp_path, monkeypatch):
     """A model keeps its options when a later version has other defaults, and so it keeps its memory files."""

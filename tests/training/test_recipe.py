@@ -107,6 +107,13 @@ def test_bad_recipes_are_refused_by_key_at_once_and_cheaply(load, change, compla
     tracemalloc.stop()
 
 
+def test_files_that_are_bases_of_each_other_are_refused(tmp_path):
+    for name, base in (("one", "two"), ("two", "one")):
+        (tmp_path / f"{name}.yaml").write_text(f"base: {base}.yaml\n")
+    with pytest.raises(ValueError, match=r"two\.yaml: base: 'one\.yaml', expected another file"):
+        load_recipe(tmp_path / "one.yaml")
+
+
 def test_overrides_reach_every_level_and_numbers_may_have_exponents(load):
     recipe = load(GOOD, "training.learning_rate=1e-3", "training.tokens=40e9", "model.config.hidden_size=32")
     assert recipe.training.learning_rate == 1e-3
