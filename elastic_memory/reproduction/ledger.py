@@ -229,13 +229,22 @@ def _plain(measured: Mapping[str, Any]) -> bool:
 
 
 def student(probability: float, freedom: int) -> float:
-    """The quantile of Student's t, by expansion around the normal one; within 1% from three degrees of freedom on."""
-    z = statistics.NormalDist().inv_cdf(probability)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    fourth = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
-    return z + first / freedom + second / freedom**2 + third / freedom**3 + fourth / freedom**4
+    """The quantile of Student's t, for a probability above one half."""
+    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(freedom)
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _within(middle, freedom) < 2 * probability - 1 else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """How likely |t| is below tan(angle) sqrt(freedom): a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    odd = freedom % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for power in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (power - 1) / power
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
 
 
 def _having(cell: Mapping[str, Any], metric: str) -> list[dict[str, Any]]:

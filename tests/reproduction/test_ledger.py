@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from elastic_memory.reproduction import ledger
 from elastic_memory.reproduction.ledger import HELD, INCOMPLETE, MISSING, NOT_HELD, UNDECIDED
@@ -130,11 +131,11 @@ def test_the_committed_ledger_is_what_the_committed_tables_say(tmp_path):
         assert (tmp_path / name).read_bytes() == (ROOT / "results" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("probability", "freedom", "expected"), [(0.975, 3, 3.182), (0.975, 10, 2.228), (0.9983, 6, 4.6)]
-)
-def test_quantiles_of_student(probability, freedom, expected):
-    assert ledger.student(probability, freedom) == pytest.approx(expected, rel=0.03)
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 40, 401])
+@pytest.mark.parametrize("comparisons", [1, 2, 15, 30])
+def test_quantiles_of_student(comparisons, freedom):
+    probability = 1 - 0.025 / comparisons
+    assert ledger.student(probability, freedom) == pytest.approx(stats.t.ppf(probability, freedom), rel=1e-9)
 
 
 def test_equal_models_are_rarely_told_apart():
