@@ -19,7 +19,7 @@ import torch
 
 import elastic_memory as em
 from elastic_memory.common.environment import environment, free_memory, hardware
-from elastic_memory.common.files import sha256, write_json
+from elastic_memory.common.files import sha256, write_json_once
 from elastic_memory.common.locks import locked
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import Samples, prepare, samples
@@ -263,16 +263,18 @@ class Lab:
     def find_keys(self, corpus: str) -> FoundKeys:
         """LongPPL's key tokens of a corpus: found once, then read from their record."""
         known = self.known_keys(corpus)
-        if known is None:
-            assert self.reference is not None
-            facts, path = self._key_facts(corpus), self._key_path(corpus)
-            settings, spread = Settings(**facts["settings"]), self.spread(corpus, "longppl")
-            known = key_tokens(self.reference, self.tokenizer(corpus), spread, settings, self.work / "keys")
-            file, where = Path(self.reference), environment() | {"hardware": hardware()}
-            facts |= {"file_sha256": sha256(file) if file.is_file() else None, "environment": where}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {**facts, "found_by": known.reference, "texts": known.texts})
-        return known
+        if known is not None:
+            return known
+        assert self.reference is not None
+        facts, path = self._key_facts(corpus), self._key_path(corpus)
+        settings, spread = Settings(**facts["settings"]), self.spread(corpus, "longppl")
+        found = key_tokens(self.reference, self.tokenizer(corpus), spread, settings, self.work / "keys")
+        file, where = Path(self.reference), environment() | {"hardware": hardware()}
+        facts |= {"file_sha256": sha256(file) if file.is_file() else None, "environment": where}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may have found them meanwhile, with other rounding: all models are measured with the same.
+        write_json_once(path, {**facts, "found_by": found.reference, "texts": found.texts})
+        return self.known_keys(corpus) or found
 
     def known_keys(self, corpus: str) -> FoundKeys | None:
         """The key tokens on record; the model that found them is not needed any more."""

@@ -18,6 +18,7 @@ import elastic_memory as em
 from elastic_memory.commands.reproduce import reproduce
 from elastic_memory.data import prepare, samples
 from elastic_memory.evaluation.loading import load_model
+from elastic_memory.evaluation.longppl import FoundKeys
 from elastic_memory.report.page import collect
 from elastic_memory.report.tables import Table
 from elastic_memory.reproduction import lab, tiers
@@ -218,6 +219,10 @@ def test_longppl_names_its_reference_and_warns_of_few_key_tokens(data, tmp_path,
     assert sum(len(text["keys"]) for text in found["texts"].values()) == measured["key_tokens"] > 0
     assert found["found_by"] == named | {"shared_tokens": True} and found["environment"]["date"]
     assert not re.search("[a-z]{5} [a-z]{3}", str(found["texts"])), "positions, no text"
+    path, count = next(tmp_path.glob("runs/*none*.json")), measured["key_tokens"]
+    path.write_text(path.read_text().replace(f'"key_tokens": {count}', f'"key_tokens": {count + 1}'))
+    again = MINI.write(Lab("smoke", tmp_path, data)).note
+    assert f"Key tokens: proofs {count} or {count + 1}." in again, "found twice, by other rounding"
 
 
 def test_key_tokens_on_record_need_no_reference(data, tmp_path, monkeypatch):
@@ -243,6 +248,20 @@ def test_key_tokens_on_record_need_no_reference(data, tmp_path, monkeypatch):
     record.write_text(record.read_text().replace('"trunc_len": 16', '"trunc_len": 15'))
     with pytest.raises(ValueError, match="key tokens of another settings"):
         gone.require(["proofs"], longppl=True)
+
+
+def test_of_two_that_find_key_tokens_at_once_the_first_decides(data, tmp_path, monkeypatch):
+    """A process for the keys, and one for a model that is already trained; a GPU rounds differently each time."""
+    first, second = (FoundKeys({"reference": "any", "shared_tokens": True}, {"text": {"keys": [n]}}) for n in (1, 2))
+
+    def slowly(*args):
+        monkeypatch.setattr(lab, "key_tokens", lambda *args: first)
+        assert Lab("smoke", tmp_path, data, "any").find_keys("proofs") == first
+        return second
+
+    monkeypatch.setattr(lab, "key_tokens", slowly)
+    assert Lab("smoke", tmp_path, data, "any").find_keys("proofs") == first
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["smoke-proofs-keys.json"]
 
 
 def _names(made):
