@@ -150,6 +150,7 @@ def _train(
     keep_weights: bool,
 ) -> bool:
     """Train and measure what is missing; False if something failed."""
+    from elastic_memory.common.locks import InUseError
     from elastic_memory.reproduction.planning import tasks, to_do
     from elastic_memory.reproduction.scheduler import Scheduler
     from elastic_memory.reproduction.tables import wanted
@@ -166,23 +167,33 @@ def _train(
     lab.require(needed, longppl=any(metric == "longppl" for metric, _ in pairs))
     for corpus in needed:
         lab.folder(corpus)  # prepares the text that comes with the tier: once, not in each process
+    lab.check_rows(needed)
     tell(f"{len(todo)} models to train or measure at tier {lab.name}")
     if minutes is None and parallel == 1:
         for number, one in enumerate(todo, 1):
             tell(f"model {number} of {len(todo)}: {one.name}")
             try:
                 lab.complete(one.model, wanted(one.model), keep_weights)
+            except InUseError as error:
+                tell(f"{one.name} is left to another call: {error}")
             except StoppedError as error:
                 print(f"elastic: {error}", file=sys.stderr)
                 return False
             finally:
-                for experiment in tables:
-                    experiment.write(lab)
+                _write(tables, lab)
         return True
     seconds = None if minutes is None else 60 * minutes
     scheduler = Scheduler(tasks(lab, todo, parallel, keep_weights), parallel, lab.work / "logs", seconds)
-    scheduler.run()
+    try:
+        scheduler.run()
+    finally:
+        _write(tables, lab)  # after Ctrl-C too
     return not scheduler.failed
+
+
+def _write(tables: "list[Experiment]", lab: "Lab") -> None:
+    for experiment in tables:
+        experiment.write(lab)
 
 
 def _list(tier: str, out: Path) -> None:

@@ -72,6 +72,20 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
+def write_json_once(path: Path, content: Any) -> None:
+    """Write JSON unless the file exists: of several processes that write it at once, the first decides."""
+    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        write_json(own, content)
+        os.link(own, path)
+    except FileExistsError:
+        pass
+    except OSError:  # no links on this file system
+        os.replace(own, path)
+    finally:
+        own.unlink(missing_ok=True)
+
+
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
     """A hidden folder to write into. It gets its final name when all of it is on disk, and is removed if that fails."""

@@ -9,9 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+class InUseError(ValueError):
+    """Another process holds the lock."""
+
+
 @contextmanager
 def locked(path: Path, shared: bool = False) -> Iterator[None]:
-    """Hold the lock file `path`; a ValueError names the process that already holds it.
+    """Hold the lock file `path`; an InUseError names the process that already holds it.
 
     The kernel releases the lock of a process that dies, so a crash never blocks the next run.
     """
@@ -35,7 +39,7 @@ def _lock(path: Path, kind: int) -> int:
         except OSError:
             holder = os.read(handle, 200).decode(errors="replace") or "another process"
             os.close(handle)
-            raise ValueError(
+            raise InUseError(
                 f"{path.parent.parent} is in use by {holder}; wait for it, or choose another --out"
             ) from None
         # The last holder may have removed the file after we opened it: a lock on a removed file excludes nobody.

@@ -272,10 +272,9 @@ def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
     keyed = [how for metric, how in measured if metric == "longppl"]
     for text in dict.fromkeys(_reference(how) for how in keyed):
         parts.append(f"LongPPL[{text}].")
-    having = [(entry["corpus"], run) for entry in entries for run in _having(entry, "longppl")]
-    counted = {corpus: run["measured"]["longppl"]["key_tokens"] for corpus, run in having}
+    counted = _key_counts(entries)
     if counted:
-        found = ", ".join(f"{lab.tier.title(corpus)} {count:,}" for corpus, count in counted.items())
+        found = ", ".join(f"{lab.tier.title(corpus)} {' or '.join(counts)}" for corpus, counts in counted.items())
         parts.append(f"Key tokens: {found}.")
     if any(how["key_tokens"] < FEW_KEY_TOKENS for how in keyed):
         parts.append(f"† fewer than {FEW_KEY_TOKENS} key tokens: too few to mean much.")
@@ -290,6 +289,15 @@ def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
     if missing:
         parts.append(f"{missing} of {total} numbers are still to come.")
     return " ".join(filter(None, parts))
+
+
+def _key_counts(entries: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Numbers of key tokens by corpus; several if they were found more than once, with other rounding."""
+    counts: dict[str, set[int]] = {}
+    for entry in entries:
+        for run in _having(entry, "longppl"):
+            counts.setdefault(entry["corpus"], set()).add(run["measured"]["longppl"]["key_tokens"])
+    return {corpus: [f"{count:,}" for count in sorted(found)] for corpus, found in counts.items()}
 
 
 def _listed(values: set[int]) -> str:

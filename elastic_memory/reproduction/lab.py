@@ -19,7 +19,7 @@ import torch
 
 import elastic_memory as em
 from elastic_memory.common.environment import environment, free_memory, hardware
-from elastic_memory.common.files import sha256, write_json
+from elastic_memory.common.files import sha256, write_json_once
 from elastic_memory.common.locks import locked
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import Samples, prepare, samples
@@ -76,8 +76,8 @@ class Lab:
                 f"... elastic train ... --out {out / 'work'}`: finished runs there are used"
             )
         self.name, self.tier, self.out, self.data = tier, TIERS[tier], out, data
-        self.reference = reference or self.tier.reference
         self.work = out / "work"
+        self.reference = reference or self._recorded_reference() or self.tier.reference
         # slow, and needed for many cells of the same model
         self.folder, self.run, self.counted = cache(self._folder), cache(self._run), cache(self._counted)
         self.recipe = cache(self._recipe)
@@ -154,6 +154,30 @@ class Lab:
                     f"LongPPL needs a reference model, which finds key tokens: {error}. Give one with --reference "
                     "(a run, a folder, a .gguf file, a name on the hub)"
                 ) from None
+
+    def _recorded_reference(self) -> str | None:
+        """The name of the model that found the key tokens on record, unless it is the tier's own."""
+        paths = sorted((self.out / "runs").glob(f"{self.name}-*-keys.json"))
+        names = [read_json(path)["reference"] for path in paths[:1]]
+        return next((name for name in names if name != Path(self.tier.reference or "").name), None)
+
+    def check_rows(self, corpora: Sequence[str]) -> None:
+        """Refuse other rows than those on record, before hours of work: their numbers could not stand in one table."""
+        for corpus in corpora:
+            test, train = self.test_rows(corpus), samples(self.folder(corpus))
+            tokenizer = test.manifest["tokenizer"]["sha256"]
+            for path in sorted((self.out / "runs").glob(f"{self.name}-{corpus}-*-seed*.json")):
+                record = read_json(path)
+                for how in (entry["data"] for entry in record["measured"] if "ppl" in entry["metrics"]):
+                    facts = {"test": (how["sha256"], test.fingerprint)}
+                    if how["tokenizer"] == tokenizer:  # older records have a former hash of it
+                        facts["training"] = record["trained"]["data"], data_hash(train)
+                    for name, (held, now) in facts.items():
+                        if held != now:
+                            raise ValueError(
+                                f"{path.name} was made with other {name} rows ({held[:8]}) than those in "
+                                f"{train.folder} ({now[:8]}): give these with --data, or choose another --out"
+                            )
 
     def _check_reference(self, name: str) -> None:
         """Refuse a second reference in one folder of results: their key tokens are not comparable."""
@@ -262,16 +286,18 @@ class Lab:
     def find_keys(self, corpus: str) -> FoundKeys:
         """LongPPL's key tokens of a corpus: found once, then read from their record."""
         known = self.known_keys(corpus)
-        if known is None:
-            assert self.reference is not None
-            facts, path = self._key_facts(corpus), self._key_path(corpus)
-            settings, spread = Settings(**facts["settings"]), self.spread(corpus, "longppl")
-            known = key_tokens(self.reference, self.tokenizer(corpus), spread, settings, self.work / "keys")
-            file, where = Path(self.reference), environment() | {"hardware": hardware()}
-            facts |= {"file_sha256": sha256(file) if file.is_file() else None, "environment": where}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {**facts, "found_by": known.reference, "texts": known.texts})
-        return known
+        if known is not None:
+            return known
+        assert self.reference is not None
+        facts, path = self._key_facts(corpus), self._key_path(corpus)
+        settings, spread = Settings(**facts["settings"]), self.spread(corpus, "longppl")
+        found = key_tokens(self.reference, self.tokenizer(corpus), spread, settings, self.work / "keys")
+        file, where = Path(self.reference), environment() | {"hardware": hardware()}
+        facts |= {"file_sha256": sha256(file) if file.is_file() else None, "environment": where}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may have found them meanwhile, with other rounding: all models are measured with the same.
+        write_json_once(path, {**facts, "found_by": found.reference, "texts": found.texts})
+        return self.known_keys(corpus) or found
 
     def known_keys(self, corpus: str) -> FoundKeys | None:
         """The key tokens on record; the model that found them is not needed any more."""

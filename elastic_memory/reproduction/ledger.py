@@ -2,12 +2,12 @@
 
 A claim is a list of comparisons, each saying that one number is below another. Numbers are compared as logarithms,
 averaged over seeds. Between two models the interval of the difference comes from the variance between seeds, pooled
-over all models with several seeds: Student's t, undecided with fewer than three degrees of freedom. Between two
-readings of the same runs it is a bootstrap over documents, and needs two runs. Times of training steps come from the
-table of speeds, at the paper's sizes; how uncertain one is follows from both samplings of Elastic Memory, which run the
-same operations. Intervals are 95% for all comparisons of a claim together (Bonferroni). A comparison holds if its
-interval is below zero, and does not if it is above. A claim holds if all its comparisons hold, and does not if one of
-them does not.
+over all models with several seeds on that corpus, measured under the same conditions: Student's t, undecided with fewer
+than three degrees of freedom. Between two readings of the same runs it is a bootstrap over documents, and needs two
+runs, of which each must say the same. Times of training steps come from the table of speeds, at the paper's sizes; how
+uncertain one is follows from both samplings of Elastic Memory, which run the same operations. Intervals are 95% for all
+comparisons of a claim together (Bonferroni). A comparison holds if its interval is below zero, and does not if it is
+above. A claim holds if all its comparisons hold, and does not if one of them does not.
 """
 
 import math
@@ -30,6 +30,7 @@ SPEED = "speed-paper.json"  # of every tier: speeds do not depend on what was le
 FREEDOM = 3  # the least degrees of freedom for an estimate of the variance between seeds
 
 Place = tuple[str, str, str]  # row, column and metric of a table
+Kind = tuple[str, str, str]  # a metric, on which corpus, and under which conditions it was measured
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _times(measured: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]
     return cells
 
 
-def time_noise(cells: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, tuple[float, int]]:
+def time_noise(cells: Mapping[tuple[str, str], dict[str, Any]]) -> dict[Kind, tuple[float, int]]:
     """The standard deviation of the logarithm of one time, and the degrees of freedom.
 
     Both samplings run the same operations: how their times differ is twice the variance of one.
@@ -199,43 +200,53 @@ def time_noise(cells: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, tup
     both = [column for row, column in cells if row == S_EXP and (S_UNI, column) in cells]
     times = [[_logs(cells[row, column], TIME)[0] for row in (S_EXP, S_UNI)] for column in both]
     squares = [(one - other) ** 2 for one, other in times]
-    return {TIME: (math.sqrt(statistics.fmean(squares) / 2), len(squares))} if squares else {}
+    return {(TIME, "", ""): (math.sqrt(statistics.fmean(squares) / 2), len(squares))} if squares else {}
 
 
-def seed_noise(cells: Iterable[dict[str, Any]]) -> dict[str, tuple[float, int]]:
-    """For each metric the standard deviation of its logarithm between seeds, and the degrees of freedom.
+def seed_noise(cells: Iterable[dict[str, Any]]) -> dict[Kind, tuple[float, int]]:
+    """For each kind of number the standard deviation of its logarithm between seeds, and the degrees of freedom.
 
-    Pooled over all models with several seeds, measured as trained.
+    Pooled over all models with several seeds on the same corpus, measured under the same conditions.
     """
-    groups: dict[str, dict[tuple[str, ...], list[float]]] = {}
+    groups: dict[Kind, dict[tuple[str, ...], list[float]]] = {}
     for cell in cells:
         for metric in cell["values"]:
-            runs = [run for run in _having(cell, metric) if _plain(run["measured"][metric])]
+            runs = _having(cell, metric)
             if len(runs) > 1:
-                logs = [math.log(run["values"][metric]) for run in runs]
-                groups.setdefault(metric, {})[tuple(run["run"] for run in runs)] = logs
+                groups.setdefault(_kind(cell, metric), {})[tuple(run["run"] for run in runs)] = _logs(cell, metric)
     found = {}
-    for metric, models in groups.items():
+    for kind, models in groups.items():
         freedom = sum(len(logs) - 1 for logs in models.values())
         squares = sum(statistics.variance(logs) * (len(logs) - 1) for logs in models.values())
-        found[metric] = math.sqrt(squares / freedom), freedom
+        found[kind] = math.sqrt(squares / freedom), freedom
     return found
 
 
-def _plain(measured: Mapping[str, Any]) -> bool:
-    """Whether a model was measured as it was trained."""
-    protocol = measured.get("protocol", "")
-    return "corrupt=" not in protocol and "sampling=" not in protocol
+def _kind(cell: Mapping[str, Any], metric: str) -> Kind:
+    """Of what seeds spread alike: the metric, the corpus, and how the protocol says that a model was changed."""
+    measured = _having(cell, metric)[0].get("measured", {}).get(metric, {})
+    words = measured.get("protocol", "").split(", ")
+    changed = (word for word in words if word.startswith(("corrupt=", "sampling=")))
+    return metric, cell.get("corpus", ""), ", ".join(changed)
 
 
 def student(probability: float, freedom: int) -> float:
-    """The quantile of Student's t, by expansion around the normal one; within 1% from three degrees of freedom on."""
-    z = statistics.NormalDist().inv_cdf(probability)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    fourth = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
-    return z + first / freedom + second / freedom**2 + third / freedom**3 + fourth / freedom**4
+    """The quantile of Student's t, for a probability above one half."""
+    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(freedom)
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _within(middle, freedom) < 2 * probability - 1 else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """How likely |t| is below tan(angle) sqrt(freedom): a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    odd = freedom % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for power in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (power - 1) / power
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
 
 
 def _having(cell: Mapping[str, Any], metric: str) -> list[dict[str, Any]]:
@@ -247,10 +258,10 @@ def _logs(cell: Mapping[str, Any], metric: str) -> list[float]:
 
 
 def _verdict(
-    claim: Claim, cells: Mapping[tuple[str, str], dict[str, Any]], noise: Mapping[str, tuple[float, int]]
+    claim: Claim, cells: Mapping[tuple[str, str], dict[str, Any]], noise: Mapping[Kind, tuple[float, int]]
 ) -> dict[str, Any]:
     tail = 0.025 / len(claim.pairs)
-    known = {metric: (sd, student(1 - tail, freedom)) for metric, (sd, freedom) in noise.items() if freedom >= FREEDOM}
+    known = {kind: (sd, student(1 - tail, freedom)) for kind, (sd, freedom) in noise.items() if freedom >= FREEDOM}
     compared = [
         _compare(cells.get(low[:2]), cells.get(high[:2]), low, high, known, tail, claim.factor)
         for low, high in claim.pairs
@@ -277,7 +288,7 @@ def _compare(
     high: dict[str, Any] | None,
     place: Place,
     other: Place,
-    noise: Mapping[str, tuple[float, float]],
+    noise: Mapping[Kind, tuple[float, float]],
     tail: float,
     factor: float,
 ) -> dict[str, Any]:
@@ -295,18 +306,20 @@ def _compare(
     }
     assert low and high
     names = [[run["run"] for run in _having(cell, metric)] for cell in (low, high)]
+    kinds, agree = [_kind(cell, metric) for cell in (low, high)], True
     if names[0] == names[1] and metric in ("ppl", "longppl"):
         logs = _paired(low, high, metric, tail)
-    elif metric in noise:
-        sd, quantile = noise[metric]
-        margin = quantile * sd * math.sqrt(1 / len(ours) + 1 / len(theirs))
+        agree = len({one < other for one, other in zip(ours, theirs, strict=True)}) == 1
+    elif all(kind in noise for kind in kinds):
+        (sd, quantile), (other_sd, other_quantile) = (noise[kind] for kind in kinds)
+        margin = max(quantile, other_quantile) * math.sqrt(sd**2 / len(ours) + other_sd**2 / len(theirs))
         logs = [difference - margin, difference + margin]
     else:
         return entry | {"interval": None, "verdict": UNDECIDED}
     interval = [math.expm1(value) for value in logs]
     verdict = HELD if interval[1] < factor - 1 else NOT_HELD if interval[0] > factor - 1 else UNDECIDED
-    if metric != TIME and len(ours) + len(theirs) < 3:
-        verdict = UNDECIDED  # another seed might say the opposite
+    if not agree or (metric != TIME and len(ours) + len(theirs) < 3):
+        verdict = UNDECIDED  # another seed says the opposite, or might
     return entry | {"interval": interval, "verdict": verdict}
 
 

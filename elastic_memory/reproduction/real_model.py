@@ -8,10 +8,8 @@
 A difference between two designs is taken document by document, which removes most of the noise.
 """
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -26,7 +24,7 @@ import torch
 
 from elastic_memory.common.checksums import write_manifest
 from elastic_memory.common.environment import environment, free_memory
-from elastic_memory.common.files import sha256, whole_folder, write_json
+from elastic_memory.common.files import sha256, whole_folder, write_json, write_json_once
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import samples
 from elastic_memory.data.start import StartingModel
@@ -267,11 +265,8 @@ class Study:
         if not path.exists():
             found = find_keys(load_model(self.model), rows, self.plan.key_rows, self.plan.window)
             path.parent.mkdir(parents=True, exist_ok=True)
-            own = path.with_name(f".{path.name}.{os.getpid()}")  # two may find them at once
-            write_json(own, {"plan": plan, "model": self._name, "rows": rows.rows.fingerprint, "keys": found})
-            with contextlib.suppress(FileExistsError):
-                os.link(own, path)  # the first to write it decides for all
-            own.unlink()
+            facts = {"plan": plan, "model": self._name, "rows": rows.rows.fingerprint, "environment": environment()}
+            write_json_once(path, facts | {"keys": found})
         held = read_json(path)
         if (held["plan"], held["model"], held["rows"]) != (plan, self._name, rows.rows.fingerprint):
             raise ValueError(f"{path} has the key tokens of another plan, model or text: choose another --out")

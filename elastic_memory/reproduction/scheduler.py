@@ -17,6 +17,7 @@ from elastic_memory.training.interrupts import unless_ignored
 from elastic_memory.training.session import tell
 
 GRACE = 60.0  # seconds to save a checkpoint
+IN_USE = 75  # exit status of a job that another call works on
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -143,6 +144,9 @@ class Scheduler:
             if code == 0:
                 self.done.append(task.name)
                 tell(f"finished {task.name} in {seconds:.0f} s")
+            elif code == IN_USE:
+                self.left.append(task.name)
+                tell(f"{task.name} is left to another call, which works on it")
             elif self.running and "out of memory" in self._last_line(task).lower():
                 # Neighbours held the rest of the device: try again when one of them has ended.
                 self.parallel = len(self.running)

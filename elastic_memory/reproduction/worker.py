@@ -40,7 +40,9 @@ def main(text: str) -> None:
     """Do the job."""
     end_with_scheduler()
 
+    from elastic_memory.common.locks import InUseError
     from elastic_memory.reproduction.lab import Lab, Trained
+    from elastic_memory.reproduction.scheduler import IN_USE
     from elastic_memory.reproduction.tables import wanted
 
     job = Job(**json.loads(text))
@@ -49,7 +51,11 @@ def main(text: str) -> None:
         lab.find_keys(job.keys)
     if job.model:
         model = Trained(**job.model)
-        lab.complete(model, wanted(model), job.keep_weights, job.sharing)
+        try:
+            lab.complete(model, wanted(model), job.keep_weights, job.sharing)
+        except InUseError as error:
+            print(error, file=sys.stderr)
+            sys.exit(IN_USE)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from elastic_memory.reproduction import ledger
 from elastic_memory.reproduction.ledger import HELD, INCOMPLETE, MISSING, NOT_HELD, UNDECIDED
@@ -122,6 +123,50 @@ def test_readings_of_the_same_runs_are_compared_document_by_document(tmp_path):
     assert judged(tmp_path, "injection", cells)["inject-ppl"]["verdict"] == UNDECIDED, "one run decides nothing"
 
 
+def test_what_seeds_are_worth_differs_between_corpora(tmp_path):
+    cells = []
+    for corpus, apart in (("books", 1.001), ("edu", 1.001), ("proofs", 1.2)):
+        for row, value in (("Transformer++", 9.0), (ledger.EXP, 8.0), (ledger.UNI, 8.0)):
+            entry = cell(row, f"{{{corpus}}} PPL", [value, value * apart]) | {"corpus": corpus}
+            for run in entry["runs"]:
+                run["run"] += corpus
+            cells.append(entry)
+    found = judged(tmp_path, "main", cells)["beats-no-memory"]["comparisons"]
+    verdicts = {one["lower"].partition("{")[2].partition("}")[0]: one["verdict"] for one in found}
+    assert verdicts == {"books": HELD, "edu": HELD, "proofs": UNDECIDED}
+
+
+def test_readings_on_which_seeds_disagree_are_undecided(tmp_path):
+    documents = [{str(i): [level + i, 50] for i in range(20)} for level in (100.0, 97.0, 101.0)]
+    cells = []
+    for row, values, sums in (("uniform", [8.0, 8.0], [0, 0]), ("uniform, read exponential", [7.5, 8.1], [1, 2])):
+        for column in ledger.INJECTED:
+            entry = cell(row, column, values)
+            for seed, run in enumerate(entry["runs"]):
+                run |= {"run": f"seed {seed}", "measured": {"ppl": {"by_document": documents[sums[seed]]}}}
+            cells.append(entry)
+    found = judged(tmp_path, "injection", cells)["inject-ppl"]
+    assert found["comparisons"][0]["interval"][1] < 0 and found["verdict"] == UNDECIDED
+
+
+def test_models_under_noise_are_compared_by_what_seeds_are_worth_under_that_noise(tmp_path):
+    """Seeds that agree as trained may differ under noise."""
+    cells = []
+    for column in ("Origin.", "hardly 25%", "hardly 50%", "hardly 75%"):
+        apart = 1.001 if column == "Origin." else 1.2
+        for row, value in (("Mem. Transformer", 9.0), (ledger.UNI, 8.0), (ledger.EXP, 8.0)):
+            runs: list[dict] = [{"values": {}, "measured": {}} for _ in range(3)]
+            entry: dict = {"row": row, "column": column, "values": {}, "runs": runs}
+            for metric in ("ppl", "longppl"):
+                entry["values"][metric] = value
+                for seed, run in enumerate(entry["runs"]):
+                    run["run"] = f"{row} {seed}"
+                    run["values"][metric] = value * apart**seed
+                    run["measured"][metric] = {"protocol": "P0" + (", corrupt=0.5 in all layers" * (apart > 1.1))}
+            cells.append(entry)
+    assert judged(tmp_path, "corruption", cells)["robust"]["verdict"] == UNDECIDED
+
+
 def test_the_committed_ledger_is_what_the_committed_tables_say(tmp_path):
     for path in [*(ROOT / "results").glob("*-small.json"), ROOT / "results" / ledger.SPEED]:
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -130,11 +175,11 @@ def test_the_committed_ledger_is_what_the_committed_tables_say(tmp_path):
         assert (tmp_path / name).read_bytes() == (ROOT / "results" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("probability", "freedom", "expected"), [(0.975, 3, 3.182), (0.975, 10, 2.228), (0.9983, 6, 4.6)]
-)
-def test_quantiles_of_student(probability, freedom, expected):
-    assert ledger.student(probability, freedom) == pytest.approx(expected, rel=0.03)
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 40, 401])
+@pytest.mark.parametrize("comparisons", [1, 2, 15, 30])
+def test_quantiles_of_student(comparisons, freedom):
+    probability = 1 - 0.025 / comparisons
+    assert ledger.student(probability, freedom) == pytest.approx(stats.t.ppf(probability, freedom), rel=1e-9)
 
 
 def test_equal_models_are_rarely_told_apart():

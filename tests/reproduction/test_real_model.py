@@ -150,7 +150,9 @@ def test_by_command(pretrained, rows, tmp_path):
     assert other.expected([job], None) == pytest.approx(sum(run["seconds"].values()))
     with pytest.raises(ValueError, match="record of another plan or design"):
         Study(replace(plan, rows=7), out, rows, str(pretrained)).record(job)
-    keys = json.loads((out / "runs" / "real-smoke-proofs-keys.json").read_text())["keys"]
+    found = json.loads((out / "runs" / "real-smoke-proofs-keys.json").read_text())
+    keys = found["keys"]
+    assert {"date", "commit", "torch"} <= found["environment"].keys()
     assert run["longppl"]["tokens"] == sum(map(len, keys.values())) and len(keys) == 4
     before = (out / "real-model-smoke.md").read_text()
     done = CliRunner().invoke(app, [*command, "elastic cells,clock per head in blocks, no memory"])

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_memory.reproduction.lab import Lab, Trained
 from elastic_memory.reproduction.planning import tasks, to_do
-from elastic_memory.reproduction.scheduler import Scheduler, Task, running_now
+from elastic_memory.reproduction.scheduler import IN_USE, Scheduler, Task, running_now
 from elastic_memory.reproduction.tables import experiments
 from elastic_memory.reproduction.worker import Job
 
@@ -102,6 +102,13 @@ def test_a_job_that_fails_is_named_with_its_last_words_and_the_others_go_on(tmp_
     scheduler.run()
     assert (scheduler.failed, scheduler.done) == (["bad"], ["good"])
     assert "failed bad (exit 3): bad says why" in capsys.readouterr().err
+
+
+def test_a_job_that_another_call_works_on_is_left_and_did_not_fail(tmp_path, capsys):
+    scheduler = Scheduler([task(tmp_path, "theirs", code=IN_USE), task(tmp_path, "ours")], 1, tmp_path / "logs")
+    scheduler.run()
+    assert (scheduler.left, scheduler.failed, scheduler.done) == (["theirs"], [], ["ours"])
+    assert "theirs is left to another call" in capsys.readouterr().err
 
 
 def test_a_job_without_enough_device_memory_is_tried_again_with_fewer_neighbours(tmp_path, capsys):

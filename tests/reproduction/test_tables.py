@@ -1,5 +1,6 @@
 """Tables that need trained models, at a size that trains one in a second; and the paper's numbers in them."""
 
+import importlib
 import io
 import json
 import os
@@ -16,14 +17,17 @@ from rich.console import Console
 
 import elastic_memory as em
 from elastic_memory.commands.reproduce import reproduce
+from elastic_memory.common.locks import locked
 from elastic_memory.data import prepare, samples
 from elastic_memory.evaluation.loading import load_model
+from elastic_memory.evaluation.longppl import FoundKeys
 from elastic_memory.report.page import collect
 from elastic_memory.report.tables import Table
-from elastic_memory.reproduction import lab, tiers
+from elastic_memory.reproduction import lab, tiers, worker
 from elastic_memory.reproduction.experiment import SHOWS, Experiment, _number
 from elastic_memory.reproduction.lab import Lab, Trained
 from elastic_memory.reproduction.planning import status, tasks, to_do
+from elastic_memory.reproduction.scheduler import IN_USE, Scheduler
 from elastic_memory.reproduction.tables import NAMES, experiments, wanted
 from elastic_memory.training import session
 from elastic_memory.training.build import build_config, count_parameters
@@ -218,6 +222,10 @@ def test_longppl_names_its_reference_and_warns_of_few_key_tokens(data, tmp_path,
     assert sum(len(text["keys"]) for text in found["texts"].values()) == measured["key_tokens"] > 0
     assert found["found_by"] == named | {"shared_tokens": True} and found["environment"]["date"]
     assert not re.search("[a-z]{5} [a-z]{3}", str(found["texts"])), "positions, no text"
+    path, count = next(tmp_path.glob("runs/*none*.json")), measured["key_tokens"]
+    path.write_text(path.read_text().replace(f'"key_tokens": {count}', f'"key_tokens": {count + 1}'))
+    again = MINI.write(Lab("smoke", tmp_path, data)).note
+    assert f"Key tokens: proofs {count} or {count + 1}." in again, "found twice, by other rounding"
 
 
 def test_key_tokens_on_record_need_no_reference(data, tmp_path, monkeypatch):
@@ -237,12 +245,31 @@ def test_key_tokens_on_record_need_no_reference(data, tmp_path, monkeypatch):
     gone.complete(model, [("longppl", lab.Conditions())])
     measured = gone.record(model).find("longppl", asdict(lab.Conditions()))
     assert measured and measured["metrics"]["longppl"]["key_tokens"] > 0
+    unnamed = Lab("smoke", tmp_path, data)
+    assert unnamed.reference == reference.name, "without --reference it is the one on record"
+    unnamed.require(["proofs"], longppl=True)
+    with pytest.raises(FileNotFoundError, match=r"needs a reference model.*--reference"):
+        unnamed.require(["proofs", "books"], longppl=True)
     with pytest.raises(ValueError, match="key tokens of another reference: remove it"):
         Lab("smoke", tmp_path, data, "another").known_keys("proofs")
     record = tmp_path / "runs" / "smoke-proofs-keys.json"
     record.write_text(record.read_text().replace('"trunc_len": 16', '"trunc_len": 15'))
     with pytest.raises(ValueError, match="key tokens of another settings"):
         gone.require(["proofs"], longppl=True)
+
+
+def test_of_two_that_find_key_tokens_at_once_the_first_decides(data, tmp_path, monkeypatch):
+    """A process for the keys, and one for a model that is already trained; a GPU rounds differently each time."""
+    first, second = (FoundKeys({"reference": "any", "shared_tokens": True}, {"text": {"keys": [n]}}) for n in (1, 2))
+
+    def slowly(*args):
+        monkeypatch.setattr(lab, "key_tokens", lambda *args: first)
+        assert Lab("smoke", tmp_path, data, "any").find_keys("proofs") == first
+        return second
+
+    monkeypatch.setattr(lab, "key_tokens", slowly)
+    assert Lab("smoke", tmp_path, data, "any").find_keys("proofs") == first
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["smoke-proofs-keys.json"]
 
 
 def _names(made):
@@ -273,6 +300,48 @@ def test_another_call_does_not_measure_what_this_one_measures(data, tmp_path, mo
     made = Lab("smoke", tmp_path, data)
     made.complete(model, pairs)
     assert len(made.record(model).content["measured"]) == 1
+
+
+def test_what_another_call_works_on_is_left_to_it(data, tmp_path, monkeypatch, capsys):
+    model = Trained(memory="none", seed=42)
+    made = Lab("smoke", tmp_path, data)
+    monkeypatch.setattr(worker, "end_with_scheduler", lambda: None)
+    only = replace(MINI, rows={"none": MINI.rows["none"]})
+    monkeypatch.setattr(importlib.import_module("elastic_memory.reproduction.tables.main"), "EXPERIMENT", only)
+    with locked(tmp_path / "work" / "locks" / made.record(model).content["name"]):
+        job = worker.Job(tier="smoke", out=str(tmp_path), data=str(data), model=asdict(model))
+        with pytest.raises(SystemExit) as ended:
+            worker.main(job.command()[-1])
+        assert ended.value.code == IN_USE
+        reproduce(["main"], out=tmp_path, data=data)
+    assert f"{made.record(model).content['name']} is left to another call" in capsys.readouterr().err
+    assert not made.record(model).trained
+
+
+def test_other_rows_than_those_on_record_are_refused_before_anything_is_trained(data, tmp_path, monkeypatch):
+    """Seeds that are trained later must be comparable with the earlier ones."""
+    Lab("smoke", tmp_path, data).complete(Trained(memory="none", seed=42), [("ppl", lab.Conditions())])
+    path = next(tmp_path.glob("runs/smoke-proofs-none-*.json"))
+    whole = path.read_text()
+    monkeypatch.setattr(session, "build_model", lambda recipe: pytest.fail("trained"))
+    for split, held in (("test", samples(data / "proofs", "test").fingerprint), ("training", None)):
+        path.write_text(whole.replace(held or json.loads(whole)["trained"]["data"], "0123456789"))
+        with pytest.raises(ValueError, match=rf"{path.name} was made with other {split} rows \(01234567\)"):
+            reproduce(["main"], out=tmp_path, data=data)
+    record = json.loads(path.read_text())
+    record["measured"][0]["data"]["tokenizer"] = "a former hash"
+    path.write_text(json.dumps(record))
+    Lab("smoke", tmp_path, data).check_rows(["proofs"])
+
+
+def test_interrupted_by_ctrl_c_a_call_of_several_processes_writes_its_tables(data, tmp_path, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Scheduler, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(["main"], out=tmp_path, data=data, parallel=2)
+    assert (tmp_path / "main-smoke.md").exists()
 
 
 def test_numbers_that_do_not_compare_are_not_put_into_one_table(data, tmp_path):
