@@ -15,7 +15,7 @@ from elastic_memory.shapes import Bool, Float, Int, Tensor
 
 fast = find("attention")
 
-SILENT = 1e-20  # the weight of memory at a gain of zero: its scores may exceed the block's by 30 and nobody hears it
+SILENT = 1e-20  # the weight of memory at a gain of zero: negligible even where its scores exceed the block's by 30
 
 
 @contextmanager
@@ -33,8 +33,8 @@ def rotate(
     x: Float[Tensor, "batch head token dim"], cos: Float[Tensor, "... token dim"], sin: Float[Tensor, "... token dim"]
 ) -> Float[Tensor, "batch head token dim"]:
     """Rotary positions, Llama's pairing of the first and second half of each head."""
-    # Halves separate until the end, and tokens first, as projections have them: the compiled backward pass is then one
-    # kernel; otherwise it writes heads first, and copies.
+    # Halves stay separate until the end, and tokens come first, as in projections: the compiled backward pass is then
+    # one kernel, without a copy.
     first, second = x.transpose(1, 2).chunk(2, dim=-1)
     (cos_first, cos_second), (sin_first, sin_second) = (table.unsqueeze(-2).chunk(2, dim=-1) for table in (cos, sin))
     rotated = torch.cat((first * cos_first - second * sin_first, second * cos_second + first * sin_second), dim=-1)
@@ -111,7 +111,7 @@ class _OneGradientLayout(torch.autograd.Function):
 
 
 def weight_of(gain: Float[Tensor, "*row head"]) -> Float[Tensor, "*row head"]:
-    """|gain|, but not quite zero: from there it would never learn. In float32, as float16 has no such numbers."""
+    """|gain|, shifted off zero, where its gradient vanishes. In float32: float16 has no numbers as small."""
     return (gain.to(torch.promote_types(gain.dtype, torch.float32)) + SILENT).abs()
 
 
@@ -125,7 +125,7 @@ def with_features(
     """Both with further features, by which attention adds log |gain| and `score` to the scores. No mask is needed."""
     queries, keys = [query], [key]
     if gain is not None:
-        # Not zero: minus infinity times zero is not a number.
+        # Clamped, as -inf * 0 would be NaN.
         loudness = weight_of(gain).clamp_min(1e-30).log()
         queries.append((loudness[..., None, None] / scale).expand(*query.shape[:3], 1).to(query.dtype))
         keys.append(key.new_ones(1).expand(*key.shape[:3], 1))

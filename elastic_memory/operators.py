@@ -281,7 +281,9 @@ def _direct(
         looks = torch.stack([points[which] for which, _, _ in pieces])
         sums = [points.new_zeros(bank.points, len(points)) for points in edges]
         sizes = [len(points) for points in edges]
-        for begin, panel in _panels(bank.order, torch.cat([*edges, looks.flatten()]), rows):
+        # P_{begin-1} .. P_{begin+rows+2} for begin = 0, rows, ...: neighbouring panels share four rows.
+        panels = hippo.legendre(torch.cat([*edges, looks.flatten()]), rows, shared=4)
+        for begin, panel in zip(range(0, bank.order, rows), panels, strict=False):
             *values, seen = panel.split([*sizes, looks.numel()], dim=1)
             differences = _differences(bank.order, begin, seen, looks)
             for total, columns, difference in zip(sums, values, differences.unbind(1), strict=True):
@@ -291,11 +293,6 @@ def _direct(
             for part, strip in zip(total.split(rows), weights[which].split(rows), strict=True):
                 torch.sub(part[:, 1:], part[:, :-1], out=strip[:, first:last])
     return weights
-
-
-def _panels(order: int, u: Float[Tensor, " point"], rows: int) -> Iterator[tuple[int, Float[Tensor, "panel point"]]]:
-    """P_{begin-1} .. P_{begin+rows+2} at `u` for begin = 0, rows, ...: neighbouring panels share four rows."""
-    return zip(range(0, order, rows), hippo.legendre(u, rows, shared=4), strict=False)
 
 
 def _differences(

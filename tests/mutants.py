@@ -263,6 +263,9 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (".clamp(-FASTEST, FASTEST)", "", "stay_finite"),
         (".clamp(min=OLDEST)", "", "stay_finite"),
     ],
+    ("elastic_memory/memory/linear.py", "tests/report/test_explorer.py"): [
+        ("self.retrieval = (self.rule,)", "pass", "no_places"),
+    ],
     ("elastic_memory/operators.py", "tests/model/test_configuration.py"): [
         ("self.sample_points(self.points)", "pass", "contradictions"),
     ],

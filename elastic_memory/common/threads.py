@@ -26,7 +26,7 @@ def choose_threads(width: int = 64) -> int:
         return time.perf_counter() - begin
 
     # interleaved, as the load of the machine varies
-    turns = [(seconds(1), seconds(most)) for _ in range(5)]
-    alone, together = (sum(column) for column in zip(*turns, strict=True))
-    torch.set_num_threads(1 if alone <= together else most)
+    rounds = [(seconds(1), seconds(most)) for _ in range(5)]
+    single, multiple = (sum(column) for column in zip(*rounds, strict=True))
+    torch.set_num_threads(1 if single <= multiple else most)
     return torch.get_num_threads()

@@ -143,7 +143,7 @@ def _counted(rows: Sequence[Any], advance: Advance) -> Any:
 
 @contextmanager
 def _lent(model: Model) -> Iterator[Callable[[], None]]:
-    """The model may be trained in this context, and is then as it was; what is yielded resets it meanwhile."""
+    """Restore the model after this context, in which it may be trained; yields a function that resets its weights."""
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     training = model.training
     try:
@@ -191,7 +191,7 @@ def _ruler(task: str, evaluation: Evaluation, advance: Advance) -> Any:
 
 
 def work(evaluation: Evaluation, metric: str) -> int:
-    """How far a metric calls `advance` in total."""
+    """The sum of what a metric tells `advance`."""
     if metric == "recall":
         return len(TASKS) * (evaluation.recall_steps + len(DISTANCES))
     if metric == "mqar":

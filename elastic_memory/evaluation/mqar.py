@@ -75,7 +75,7 @@ def mqar(model: Model, pairs: int, samples: int = 64, seed: int = 1) -> MQAR:
 
 
 def batches(model: Model, steps: int, rows: int = 32, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """What to train on: rows of every number of pairs, in turn."""
+    """Training batches, which cycle through the numbers of pairs."""
     length, vocabulary, pairs = sizes(model)
     random = np.random.default_rng(seed)
     for step in range(steps):

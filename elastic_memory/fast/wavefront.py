@@ -70,16 +70,16 @@ class Wavefront:
                 output, state = layer.one_block(blocks[0], rope, states[index], 0, False, True)
                 blocks[0], states[index] = _contiguous_copy(output), memories[index].cut(state, 1)
         many = group_size(len(layers), blocks[0][..., 0].numel())
-        for turns in _schedule(len(layers), range(first, len(blocks)), many):
-            for group in _pieces(list(turns), many):
-                own, turn = slice(group[0], group[-1] + 1), [turns[index] for index in group]
-                taken = [blocks[block] for block in turn]
+        for step in _schedule(len(layers), range(first, len(blocks)), many):
+            for group in _pieces(list(step), many):
+                own, numbers = slice(group[0], group[-1] + 1), [step[index] for index in group]
+                taken = [blocks[number] for number in numbers]
                 output, written = self.run(self.template, shared.take(stacks, own), taken, rope, states[own])
                 # Split outside the compiled graph, which would return each gradient as large as all of them.
                 outputs = _SplitRows.apply(self.join, rows, output)
                 parts = zip(*(part.split(rows) for part in written), strict=True)
-                for index, block, own_output, state in zip(group, turn, outputs, parts, strict=True):
-                    blocks[block], states[index] = own_output, memories[index].cut(state, block + 1)
+                for index, number, own_output, state in zip(group, numbers, outputs, parts, strict=True):
+                    blocks[number], states[index] = own_output, memories[index].cut(state, number + 1)
         return _Whole.apply(*blocks)
 
 

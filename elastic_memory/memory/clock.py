@@ -111,7 +111,7 @@ class ClockMemory(LinearMemory):
             self.rate_gain = nn.Parameter(torch.empty(geometry.kv_heads))
         if rate == "content":
             self.weigh = nn.Parameter(torch.empty(geometry.kv_heads, geometry.features or geometry.head_dim))
-        self.rule = self.make_rule()
+        self.settle()
         self.reset()
 
     def reset(self) -> None:

@@ -147,7 +147,7 @@ class DyadicMemory(LinearMemory):
             query=query,
             detach_every=detach_every,
         )
-        self.rule = self.make_rule()
+        self.settle()
 
     rule: Segments
 

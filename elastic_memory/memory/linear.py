@@ -52,7 +52,12 @@ class LinearMemory(ElasticMemory):
     def set_retrieval(self, **changes: Any) -> None:  # type: ignore[override]
         """Read with another sampling, number of points or order than the model was trained with."""
         super().set_retrieval(**changes)
+        self.settle()
+
+    def settle(self) -> None:
+        """Make the rule, on which readings depend. It is no bank: rows are not coefficients of the whole history."""
         self.rule = self.make_rule()
+        self.retrieval = (self.rule,)
 
     def reader(self, seen: int, device: torch.device) -> Float[Tensor, "*head point order"]:
         """R of the rule."""

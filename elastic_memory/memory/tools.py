@@ -55,7 +55,7 @@ def padded(weight: Float[Tensor, "head dim"], stored: int) -> Float[Tensor, "hea
 
 
 def static(number: int) -> int:
-    """`number` as a constant of the compiled graph, under dynamic shapes too: torch.compile makes one for `range`."""
+    """`number` as a constant of compiled graphs, even under dynamic shapes: torch.compile makes one for `range`."""
     return len(range(number))
 
 

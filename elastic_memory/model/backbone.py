@@ -74,7 +74,7 @@ class MemoryBackbone(Mixed):
         every = []
         spans = [layer.span(hidden.shape[1]) for layer in self.layers]
         before, behind = (max(ends) for ends in zip(*spans, strict=True))
-        # Of `hidden` only type and device: its length would be one more that graphs depend on.
+        # `Rope` needs the type and device of `hidden` only; compiled graphs would also depend on its length.
         rope = Rope(self.rotary_emb, hidden.new_empty(()), before, behind)
         if output_hidden_states:
             for layer in self.layers:

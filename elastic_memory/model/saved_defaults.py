@@ -27,7 +27,7 @@ def defaults(settings: Any) -> dict[str, Any]:
 
 
 def older(settings: Any, record: Any) -> dict[str, Any]:
-    """Settings to add: what was left to a default when `record` was made, is so now, and would be different now."""
+    """Settings that restore the defaults in `record`: those that have changed since, where none is given instead."""
     if not isinstance(record, dict) or not isinstance(record.get("options"), dict) or "layers" not in record:
         raise ValueError(f"{RECORD}={record!r}: it holds memory, layers and options, as saving a model writes them")
     now = defaults(settings)

@@ -145,6 +145,15 @@ def test_a_memory_of_raw_tokens_finds_them_again(bytes_tokenizer):
             assert block["places"] == [near[0] for near in block["nearest"]] and max(block["places"]) < block["seen"]
 
 
+@pytest.mark.parametrize("memory", ["clock", "dyadic"])
+def test_points_that_are_not_of_the_whole_history_are_no_places_in_it(memory, bytes_tokenizer):
+    document = explorer.document(tiny(memory), bytes_tokenizer, TEXT, memory, 80)
+    assert {one["own"] for one in document["ages"]} == {None}
+    for layer in document["layers"]:
+        for block in layer["blocks"]:
+            assert block["places"] == [near[0] for near in block["nearest"]]
+
+
 def test_similarity_by_age(bytes_tokenizer):
     """A memory of as many coefficients as tokens gives all back; of one coefficient, nothing but the mean."""
     signal = torch.randn(48, 2, 5, dtype=torch.float64)
