@@ -25,6 +25,7 @@ import torch
 from elastic_memory.common.checksums import write_manifest
 from elastic_memory.common.environment import environment, free_memory
 from elastic_memory.common.files import sha256, whole_folder, write_json, write_json_once
+from elastic_memory.common.locks import locked
 from elastic_memory.common.strict import read_json
 from elastic_memory.data import samples
 from elastic_memory.data.start import StartingModel
@@ -37,7 +38,7 @@ from elastic_memory.evaluation.throughput import decoding_speed
 from elastic_memory.model import attach_memory
 from elastic_memory.reproduction.real_measures import by_document, find_keys, key_loss, row_losses
 from elastic_memory.reproduction.scheduler import Scheduler, Task, running_now
-from elastic_memory.reproduction.worker import end_with_scheduler
+from elastic_memory.reproduction.worker import end_with_scheduler, left_if_in_use
 from elastic_memory.training.recipe import RECIPES, load_recipe
 from elastic_memory.training.session import Resume, tell, train
 
@@ -184,6 +185,12 @@ class Study:
     # -- in a process of its own
 
     def complete(self, job: Candidate) -> None:
+        """Do what a job says, unless another call has done it meanwhile."""
+        with locked(self.out / "work" / "locks" / job.name):
+            if self.record(job) is None:
+                self._complete(job)
+
+    def _complete(self, job: Candidate) -> None:
         """Attach, fine-tune, measure, write the record, and remove the weights."""
         plan, begun, folder = self.plan, time.monotonic(), self.out / "work" / job.name
         rows = samples(self.data / job.corpus, "test")
@@ -283,7 +290,9 @@ def main(text: str) -> None:
     end_with_scheduler()
     plan, given, job = json.loads(text)
     out, data = Path(given["out"]), Path(given["data"])
-    Study(Setup(**plan), out, data, given["model"], given["keep_weights"]).complete(Candidate(**job))
+    study = Study(Setup(**plan), out, data, given["model"], given["keep_weights"])
+    with left_if_in_use():
+        study.complete(Candidate(**job))
 
 
 if __name__ == "__main__":

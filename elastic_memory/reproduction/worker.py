@@ -7,6 +7,8 @@ import ctypes
 import json
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +38,24 @@ def end_with_scheduler() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+@contextmanager
+def left_if_in_use() -> Iterator[None]:
+    """Tell the scheduler, by the exit status, that another call works on this job."""
+    from elastic_memory.common.locks import InUseError
+    from elastic_memory.reproduction.scheduler import IN_USE
+
+    try:
+        yield
+    except InUseError as error:
+        print(error, file=sys.stderr)
+        sys.exit(IN_USE)
+
+
 def main(text: str) -> None:
     """Do the job."""
     end_with_scheduler()
 
-    from elastic_memory.common.locks import InUseError
     from elastic_memory.reproduction.lab import Lab, Trained
-    from elastic_memory.reproduction.scheduler import IN_USE
     from elastic_memory.reproduction.tables import wanted
 
     job = Job(**json.loads(text))
@@ -51,11 +64,8 @@ def main(text: str) -> None:
         lab.find_keys(job.keys)
     if job.model:
         model = Trained(**job.model)
-        try:
+        with left_if_in_use():
             lab.complete(model, wanted(model), job.keep_weights, job.sharing)
-        except InUseError as error:
-            print(error, file=sys.stderr)
-            sys.exit(IN_USE)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -19,8 +19,9 @@ from elastic_memory.evaluation.longppl import Settings, key_positions
 from elastic_memory.evaluation.losses import streamed_losses
 from elastic_memory.memory import MEMORIES
 from elastic_memory.model import attach_memory
-from elastic_memory.reproduction import real_measures
+from elastic_memory.reproduction import real_measures, real_model
 from elastic_memory.reproduction.real_model import Study
+from elastic_memory.reproduction.scheduler import IN_USE
 from elastic_memory.reproduction.tables import real_model as table
 
 
@@ -165,6 +166,29 @@ def test_by_command(pretrained, rows, tmp_path):
     other[other.index("--model") + 1] = str(tmp_path / "another")
     done = CliRunner().invoke(app, other)
     assert done.exit_code and "has records of llama, not of another" in str(done.exception)
+
+
+def test_of_two_calls_at_once_one_works_on_a_design(pretrained, rows, tmp_path, monkeypatch):
+    (job,) = table.jobs("smoke", 1, ("proofs",), ["full attention"])
+    out, plan, begun = tmp_path / "out", table.PLANS["smoke"], []
+
+    def measured(study, job):
+        begun.append(job)
+        if len(begun) == 1:
+            given = {"out": str(out), "data": str(rows), "model": str(pretrained), "keep_weights": False}
+            with pytest.raises(SystemExit) as ended:
+                real_model.main(json.dumps([asdict(plan), given, asdict(job)]))
+            assert ended.value.code == IN_USE
+        complete(study, job)
+
+    complete = Study._complete
+    monkeypatch.setattr(Study, "_complete", measured)
+    monkeypatch.setattr(real_model, "end_with_scheduler", lambda: None)
+    study = Study(plan, out, rows, str(pretrained))
+    study.complete(job)
+    found = study.record(job)
+    study.complete(job)  # was begun before, and waited for a free place
+    assert len(begun) == 1 and study.record(job) == found
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
