@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_memory.common.defaults import ORDER, POINTS
-from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.contract import (
+    Block,
+    Geometry,
+    Host,
+    KeyValues,
+    MemoryInfo,
+    ParallelMemory,
+    Reading,
+    State,
+    check_type,
+)
 from elastic_memory.memory.tools import full_precision, one_of, static
 from elastic_memory.operators import Bank, Direct, Recurrent
 from elastic_memory.shapes import Float, Tensor
@@ -70,6 +80,9 @@ class ElasticMemory(ParallelMemory):
         sampling_options: dict[str, float] | None = None,
     ) -> None:
         """Read with another sampling, number of points or order than the model was trained with."""
+        check_type("points", points, int | None)
+        check_type("order", order, int | None)
+        check_type("sampling_options", sampling_options, dict | None)
         changes: dict[str, Any] = {"sampling": sampling, "points": points, "order": order}
         if sampling is not None or sampling_options is not None:
             changes["options"] = tuple(sorted((sampling_options or {}).items()))

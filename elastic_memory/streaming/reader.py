@@ -27,6 +27,8 @@ class Reader(Cache):
     """The fields of a `MemoryCache` and the methods that change them while tokens are read."""
 
     def __init__(self, model: Any, static: bool = False):
+        if not hasattr(model, "base_model"):
+            raise ValueError(f"MemoryCache of a {type(model).__name__}: give the model that reads with it")
         super().__init__(layers=[])
         self.model: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.static = static
