@@ -109,3 +109,28 @@ def test_one_row_of_positions_is_for_all_rows():
     for wrong in (positions[:, :-1], positions[0], positions.expand(3, -1)):
         with pytest.raises(ValueError, match="position_ids of shape"):
             model(ids, position_ids=wrong)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "wrong", [torch.rand(1, 20) * 60, torch.ones(1, 20, dtype=torch.bool), torch.arange(20), [1, 2]]
+)
+def test_a_cache_reads_rows_of_integers_only(wrong):
+    """Fractions used to be cut off, so that a tensor of probabilities was read as zeros."""
+    model = small_model()
+    cache = em.MemoryCache(model)
+    for call in (cache.read, cache.holds):
+        with pytest.raises(ValueError, match="give integer ids as a tensor"):
+            call(wrong)
+    if isinstance(wrong, torch.Tensor) and wrong.ndim == 2:
+        with pytest.raises(ValueError, match="give integer ids as a tensor"):
+            model(wrong, past_key_values=cache)
+    assert cache.clock == []
+
+
+def test_a_rollback_is_a_whole_number_of_tokens():
+    cache = em.MemoryCache(small_model())
+    cache.read(torch.arange(20)[None])
+    with pytest.raises(ValueError, match=r"rollback\(1.5\)"):
+        cache.rollback(1.5)
+    assert cache.clock == [20]
