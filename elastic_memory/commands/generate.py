@@ -68,8 +68,7 @@ def generate(
     # A pipe can be read only once.
     digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None
     model, encoder = load(checkpoint, tokenizer, sampling)
-    store = _Store(memory) if memory else None
-    cache = _cache(model, memory, force)
+    store, cache = (_Store(memory) if memory else None), _cache(model, memory, force)
     if prompt_file:
         cache = _read(model, cache, encoder, prompt_file, store, digest)
     if not prompt and not cache.columns:

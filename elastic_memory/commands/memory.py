@@ -125,7 +125,9 @@ def join(
 
     joined = MemoryCache.join(caches(), approximate=approximate)
     joined.save(out)
-    typer.echo(f"{out}: {len(files)} files, {joined.clock[0]:,} tokens in {_size(out)}")
+    typer.echo(
+        f"{out}: {len(files)} {'file' if len(files) == 1 else 'files'}, {joined.clock[0]:,} tokens in {_size(out)}"
+    )
 
 
 @memory.command(cls=Command)
