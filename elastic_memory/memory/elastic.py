@@ -35,11 +35,11 @@ class ElasticState(NamedTuple):
 class ElasticMemory(ParallelMemory):
     """HiPPO-LegS compresses, polynomial sampling reads, the block's softmax attends to both. No parameters.
 
-    `mass`: a memory token that stands for m tokens gets log m on its scores: a cell as many as it averages, a point
-    those that are nearest to it. `query`: rotated, as in the paper, or raw for queries without positions, like memory's
-    keys. `length`: a mean of many vectors has a small norm; keys and values that are read get the average norm of the
-    history's, which the state carries as one more feature. `algorithm`: of training, direct or recurrent; None, the
-    cheaper one.
+    `mass`: add log m to the scores of a memory token that stands for m tokens. A cell stands for the tokens that it
+    averages, a point for those nearest to it. `query`: rotated, as in the paper, or raw: queries without positions,
+    like the memory's keys. `length`: rescale keys and values that are read to the average norm of the history, because
+    a mean of many vectors has a small norm; the state carries that norm as one more feature. `algorithm`: how training
+    computes the readings, direct or recurrent; None chooses the cheaper one.
     """
 
     info = MemoryInfo(
