@@ -32,6 +32,7 @@ def place(tmp_path_factory):
     (folder / "text" / "a.txt").write_text("some words of a text " * 20)
     prepare(folder / "text", folder / "rows", tokenizer="bytes", length=32, shares=(1, 0, 0))
     (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "other.jsonl").write_text('{"content": "some words"}')
     load_tokenizer("bytes").save(folder / "model")
     small_model(vocab_size=256).save_pretrained(folder / "model")
     (folder / "results").mkdir()
@@ -62,6 +63,8 @@ BAD = [
     (["demo", "--out", "d"], ["--tokens", "-5"], "--tokens -5"),
     (["prepare", "text", "--out", "new"], [], "--tokenizer is missing: a folder, a name on the hub, or bytes"),
     (["prepare", "text", "--tokenizer", "bytes"], [], "--out is missing"),
+    (["prepare", "other.jsonl", *PREPARE[2:]], [], "name the field of the text with --text"),
+    (["reproduce", "signals"], ["--out", "recipe.yaml"], "--out recipe.yaml is a file: name a folder"),
     (PREPARE, ["--workers", "-3"], "--workers -3"),
     (PREPARE, ["--workers", "0"], "--workers 0"),
     (["prepare", "/proc/self/mem", "--tokenizer", "bytes", "--out", "mem"], [], "/proc/self/mem cannot be read"),

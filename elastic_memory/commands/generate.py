@@ -68,9 +68,9 @@ def generate(
     # A pipe can be read only once.
     digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None
     model, encoder = load(checkpoint, tokenizer, sampling)
-    cache = _cache(model, memory, force)
+    store, cache = (_Store(memory) if memory else None), _cache(model, memory, force)
     if prompt_file:
-        cache = _read(model, cache, encoder, prompt_file, memory, digest)
+        cache = _read(model, cache, encoder, prompt_file, store, digest)
     if not prompt and not cache.columns:
         raise ValueError("nothing to continue: give --prompt-file, --prompt, or a --memory that exists")
     asked = cache.fork() if memory and not keep else cache
@@ -83,8 +83,8 @@ def generate(
             chosen = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
             _say(model, asked, encoder, seed, max_new_tokens=tokens, do_sample=temperature > 0, **chosen)
     finally:
-        if keep and memory:
-            _save(asked, memory)
+        if keep and store:
+            store.save(asked)
 
 
 def _check_files(prompt_file: Path | None, prompt: str | None, memory: Path | None, keep: bool, tokens: int) -> None:
@@ -145,7 +145,7 @@ def _cache(model: Any, memory: Path | None, force: bool) -> "MemoryCache":
 
 
 def _read(
-    model: Any, cache: "MemoryCache", encoder: "Tokenizer", path: Path, memory: Path | None, digest: str | None
+    model: Any, cache: "MemoryCache", encoder: "Tokenizer", path: Path, store: "_Store | None", digest: str | None
 ) -> "MemoryCache":
     """The cache after reading a text, saved to `memory`; or `cache` itself, if it has read that text already."""
     from elastic_memory.common.progress import Bars
@@ -166,11 +166,11 @@ def _read(
             _feed(model, reading, pieces())
         digest = hashed.hexdigest()
     if digest in cache.texts:
-        typer.echo(f"{path} is in {memory} already: not read again", err=True)
+        typer.echo(f"{path} is in {store.path if store else 'memory'} already: not read again", err=True)
         return cache
     reading.note_text(digest)
-    if memory and reading.columns:
-        _save(reading, memory)
+    if store and reading.columns:
+        store.save(reading)
     return reading
 
 
@@ -231,9 +231,30 @@ def _say(model: Any, cache: "MemoryCache", encoder: "Tokenizer", seed: int, **op
         typer.echo(f"{count:,} tokens in {taken:.1f} s, {count / taken:,.0f} tokens/s", err=True)
 
 
-def _save(cache: "MemoryCache", memory: Path) -> None:
-    cache.save(memory)
-    typer.echo(f"{memory}: {cache.clock[0]:,} tokens in {memory.stat().st_size / 2**20:.2f} MiB", err=True)
+class _Store:
+    """The memory file as this command found it: what another one has saved since is not replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.found = path, _version(path)
+
+    def save(self, cache: "MemoryCache") -> None:
+        if _version(self.path) != self.found:
+            raise ValueError(
+                f"{self.path} was changed by another command meanwhile: nothing was saved, repeat this one"
+            )
+        cache.save(self.path)
+        self.found = _version(self.path)
+        size = self.path.stat().st_size / 2**20
+        typer.echo(f"{self.path}: {cache.clock[0]:,} tokens in {size:.2f} MiB", err=True)
+
+
+def _version(path: Path) -> tuple[int, ...] | None:
+    """What differs after a file was replaced or written; None if there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 class _Decoder:

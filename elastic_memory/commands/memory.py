@@ -60,6 +60,8 @@ def read(
         same = [other for other in targets if targets[other] == target]
         if len(same) > 1:
             raise ValueError(f"{same[0]} and {same[1]} would both be written to {target}: read them into two folders")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: name a folder")
     out.mkdir(parents=True, exist_ok=True)
     processes = min(processes, len(targets))
     if processes == 1:
@@ -107,6 +109,8 @@ def join(
 
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: give a file, in a folder that exists")
+    if out.resolve() in [path.resolve() for path in files]:
+        raise ValueError(f"--out {out} is one of the files to join, which would be replaced: name another file")
     if model is None:
         model = str(memory_file.describe(files[0]).get("model"))
         if not Path(model).is_dir():  # never download a model that a file names
@@ -121,7 +125,9 @@ def join(
 
     joined = MemoryCache.join(caches(), approximate=approximate)
     joined.save(out)
-    typer.echo(f"{out}: {len(files)} files, {joined.clock[0]:,} tokens in {_size(out)}")
+    typer.echo(
+        f"{out}: {len(files)} {'file' if len(files) == 1 else 'files'}, {joined.clock[0]:,} tokens in {_size(out)}"
+    )
 
 
 @memory.command(cls=Command)

@@ -77,7 +77,7 @@ def reproduce(
     """
     check_range(1, parallel=parallel, seeds=seeds)
     check_range(0, minutes=minutes)
-    _check(context, tables, tier, minutes)
+    _check(context, tables, tier, out, minutes)
     if len(tables) == 1 and tables[0] in INFORMATION:
         INFORMATION[tables[0]](tier, out)
         return
@@ -97,12 +97,14 @@ def reproduce(
         raise typer.Exit(1)
 
 
-def _check(context: typer.Context, tables: list[str], tier: str, minutes: float | None) -> None:
-    """Refuse an unknown tier, and options that would have no effect."""
+def _check(context: typer.Context, tables: list[str], tier: str, out: Path, minutes: float | None) -> None:
+    """Refuse an unknown tier, a file as folder, and options that would have no effect."""
     from elastic_memory.common.names import suggest
 
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r}: {suggest(tier, TIERS)}")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: name a folder")
     if len(tables) == 1 and tables[0] in INFORMATION:
         refuse_unused(context, f"on {tables[0]}", *TRAINING, *(("tier", "out") if tables == ["list"] else ()))
     elif minutes == 0:

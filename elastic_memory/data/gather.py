@@ -81,7 +81,9 @@ def _facts(folder: Path, plan: Preparation, passed_over: Counter[str]) -> dict[s
     if not any(rows.values()):
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         if not longest and not left_out.keys() & {"too short", "empty"}:
-            raise NothingKept(f"no document could be read as text ({reasons}): give text in UTF-8, parquet or JSONL")
+            named = any(reason.startswith(("no field", "field")) for reason in left_out)
+            give = "name the field of the text with --text" if named else "give text in UTF-8, parquet or JSONL"
+            raise NothingKept(f"no document could be read as text ({reasons}): {give}")
         raise NothingKept(
             f"no document is longer than {plan.length} tokens; the longest has {longest} ({reasons}). "
             "Choose a shorter --length"

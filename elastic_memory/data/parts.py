@@ -16,6 +16,7 @@ SPLITS = ("train", "validation", "test")
 
 _SPLIT_NAMES = {name: name for name in SPLITS} | {"valid": "validation", "val": "validation", "dev": "validation"}
 _TABLES = (".parquet", ".jsonl", ".ndjson", *PACKED)
+_RECORDS = (".json", ".csv", ".tsv")
 _ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz", ".7z", ".rar")
 
 
@@ -24,8 +25,11 @@ def file_parts(sources: list[Path], text: str, passed_over: Counter[str]) -> lis
     folders = [source.absolute() if source.is_dir() else source.absolute().parent for source in sources]
     base = Path(os.path.commonpath(folders))
     parts: list[Part] = []
+    found: dict[str, Path] = {}
     for source in sources:
         files = [os.path.relpath(file, base) for file in _files(source.absolute(), passed_over)]
+        _refuse_repeats(files, source, found)
+        _refuse_records(files, source)
         tables = [file for file in files if file.endswith(_TABLES)]
         for file in tables:
             parts += (_parquet_parts if file.endswith(".parquet") else _json_parts)(base / file, file, text)
@@ -38,6 +42,23 @@ def file_parts(sources: list[Path], text: str, passed_over: Counter[str]) -> lis
         return [replace(part, split=None) for part in parts]  # type: ignore[type-var]
     passed_over["in no split"] += sum(part.split is None for part in parts)
     return [part for part in parts if part.split]
+
+
+def _refuse_repeats(files: list[str], source: Path, found: dict[str, Path]) -> None:
+    """Documents that are read twice count twice in training and in measures."""
+    for file in files:
+        if file in found:
+            raise ValueError(f"{file} is given twice, by {found[file]} and by {source}: leave one of them out")
+        found[file] = source
+
+
+def _refuse_records(files: list[str], source: Path) -> None:
+    """As plain text, field names, quotes and numbers of a table would be trained on."""
+    if files and all(file.lower().endswith(_RECORDS) for file in files):
+        raise ValueError(
+            f"{source} holds records, not plain text: convert {Path(files[0]).name} to parquet or JSONL (rename it to "
+            ".jsonl if each line is an object, to .txt if it is to be read as text)"
+        )
 
 
 def _files(source: Path, passed_over: Counter[str]) -> list[str]:

@@ -110,6 +110,8 @@ def longppl(
     metric has already read.
     """
     settings = Settings(trunc_len=trunc_len, sliding_window=sliding_window, alpha=alpha, beta=beta)
+    if isinstance(texts, str):
+        raise ValueError("texts is one string: give a list of texts, such as [text]")
     if isinstance(reference, str):
         reference = Reference(partial(reference_for, reference, None))
     elif not isinstance(reference, Reference):

@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_memory.common.defaults import ORDER, POINTS
-from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
+from elastic_memory.memory.contract import (
+    Block,
+    Geometry,
+    Host,
+    KeyValues,
+    MemoryInfo,
+    ParallelMemory,
+    Reading,
+    State,
+    check_type,
+)
 from elastic_memory.memory.tools import full_precision, one_of, static
 from elastic_memory.operators import Bank, Direct, Recurrent, Step
 from elastic_memory.shapes import Float, Tensor
@@ -25,11 +35,11 @@ class ElasticState(NamedTuple):
 class ElasticMemory(ParallelMemory):
     """HiPPO-LegS compresses, polynomial sampling reads, the block's softmax attends to both. No parameters.
 
-    `mass`: a memory token that stands for m tokens gets log m on its scores: a cell as many as it averages, a point
-    those that are nearest to it. `query`: rotated, as in the paper, or raw for queries without positions, like memory's
-    keys. `length`: a mean of many vectors has a small norm; keys and values that are read get the average norm of the
-    history's, which the state carries as one more feature. `algorithm`: of training, direct or recurrent; None, the
-    cheaper one.
+    `mass`: add log m to the scores of a memory token that stands for m tokens. A cell stands for the tokens that it
+    averages, a point for those nearest to it. `query`: rotated, as in the paper, or raw: queries without positions,
+    like the memory's keys. `length`: rescale keys and values that are read to the average norm of the history, because
+    a mean of many vectors has a small norm; the state carries that norm as one more feature. `algorithm`: how training
+    computes the readings, direct or recurrent; None chooses the cheaper one.
     """
 
     info = MemoryInfo(
@@ -70,6 +80,9 @@ class ElasticMemory(ParallelMemory):
         sampling_options: dict[str, float] | None = None,
     ) -> None:
         """Read with another sampling, number of points or order than the model was trained with."""
+        check_type("points", points, int | None)
+        check_type("order", order, int | None)
+        check_type("sampling_options", sampling_options, dict | None)
         changes: dict[str, Any] = {"sampling": sampling, "points": points, "order": order}
         if sampling is not None or sampling_options is not None:
             changes["options"] = tuple(sorted((sampling_options or {}).items()))

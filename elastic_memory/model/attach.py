@@ -1,7 +1,9 @@
 """Attach a memory to a pretrained model, and detach it again."""
 
 import copy
+from collections.abc import Iterable
 from functools import cache
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +60,12 @@ def attach_memory(
     A new memory is `silent`: until it is trained, every block is computed as without memory. That adds one parameter
     per head, the gain (choices.md, "silent start"). With `silent=False` memory is heard at once, without a gain.
     """
-    config = model.config
     _check(model)
+    config = model.config
     if callable(sampling):
         raise ValueError("sampling: give a name, which can be saved; a function of your own goes to set_retrieval")
     named = {
-        "memory": memory, "memory_layers": layers, "local_attention": local_attention, "memory_order": order,
+        "memory": memory, "memory_layers": _listed(layers), "local_attention": local_attention, "memory_order": order,
         "memory_points": points, "sampling": sampling, "sampling_options": sampling_options, "block_size": block_size,
         "window": window,
     }  # fmt: skip
@@ -87,16 +89,26 @@ def attach_memory(
     _match(layers_with_memory, model, values["memory"])
     if again:
         _restore(layers_with_memory, model.name_or_path)
+    config = _own_config(model)
     _install(layers_with_memory, model)
-    setattr(model.config, SAVED, values)
-    setattr(model.config, RECORD, defaults(settings))
+    setattr(config, SAVED, values)
+    setattr(config, RECORD, defaults(settings))
     return model
+
+
+def _own_config(model: Any) -> Any:
+    """A copy of the model's config, in all its parts: other models made from the same object must not change."""
+    shared = model.config
+    own = copy.deepcopy(shared)
+    for part in model.modules():
+        if getattr(part, "config", None) is shared:
+            part.config = own
+    return own
 
 
 def _install(layers: nn.ModuleList, model: Any) -> None:
     """Replace the layers of the model, and its classes."""
     backbone = model.model
-    model.config = backbone.config = copy.deepcopy(model.config)  # other models may have been built from the same one
     original = (model.__class__, backbone.__class__, backbone.layers)
     backbone.layers = layers
     backbone.__class__ = with_memory(MemoryBackbone, original[1])
@@ -138,6 +150,10 @@ def _new(mixin: type, original: type) -> Any:
 
 def _check(model: Any) -> None:
     """Refuse models that no memory can be attached to."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model {model!r:.200}: give a loaded model, such as AutoModelForCausalLM.from_pretrained(...)"
+        )
     _refuse_wrapped(model, "attach_memory")
     if isinstance(model, MemoryCausalLM):
         raise ValueError(f"{type(model).__name__} has a memory already: detach_memory(model) first")
@@ -150,6 +166,17 @@ def _check(model: Any) -> None:
         for name, part in ((f"layers.{index}", layer), (f"layers.{index}.self_attn", layer.self_attn)):
             if has_hooks(part):
                 raise ValueError(f"{name} has hooks, which its replacement would not have: remove them, and hook again")
+
+
+def _listed(layers: Any) -> list[int] | None:
+    """The layers as a list, which config.json can hold."""
+    if layers is None:
+        return None
+    if isinstance(layers, Integral | str) or not isinstance(layers, Iterable):
+        raise ValueError(f"layers={layers!r}: give a list of layer numbers, such as [8]")
+    if not list(layers):
+        raise ValueError("layers=[] gives no layer a memory: leave layers out for the default, or name one")
+    return list(layers)
 
 
 def _refuse_other_parts(model: Any) -> None:

@@ -65,7 +65,8 @@ class MemoryBackbone(Mixed):
             return self._stream(past_key_values, tokens, keep, output_hidden_states)
         static(source.shape[1])  # a compiled graph is for one length: blocks and operators depend on it
         rows = None
-        if position_ids is not None and position_ids.shape == source.shape[:2]:
+        position_ids = of_each_row(position_ids, source)
+        if position_ids is not None:
             rows = from_positions(position_ids, attention_mask)
         if rows is None and attention_mask is not None:
             rows = from_mask(attention_mask[:, -source.shape[1] :])
@@ -137,14 +138,33 @@ def check_mask(mask: Tensor, rows: int, columns: int, before: int | None = None)
         )
 
 
+def of_each_row(position_ids: Tensor | None, source: Tensor) -> Int[Tensor, "batch column"] | None:
+    """Positions as [batch, column]; a single row of them is for all rows, as in transformers."""
+    if position_ids is None:
+        return None
+    if position_ids.shape not in (source.shape[:2], (1, source.shape[1])):
+        raise ValueError(
+            f"position_ids of shape {list(position_ids.shape)} for tokens of shape {list(source.shape[:2])}: give "
+            "[batch, column], or [1, column] for all rows"
+        )
+    return position_ids.expand(source.shape[:2])
+
+
+def check_columns(source: Tensor) -> None:
+    """Refuse tokens without an axis of rows, and calls without tokens."""
+    if source.ndim < 2:
+        raise ValueError(f"tokens of shape {list(source.shape)}: give [batch, column], such as ids[None] for one row")
+    if source.shape[1] == 0:
+        raise ValueError("no tokens: give at least one column")
+
+
 def _refuse(config: Any, source: Any, mask: Tensor | None, options: dict[str, Any]) -> None:
     """Refuse what would have to be ignored."""
     if options.get("output_attentions", config.output_attentions):
         raise ValueError("output_attentions: fused attention kernels do not return their weights")
     if not options.get("is_causal", True):
         raise ValueError("is_causal=False: a memory holds what came before, so tokens see no later ones")
-    if source.shape[1] == 0:
-        raise ValueError("no tokens: give at least one column")
+    check_columns(source)
     if mask is not None:
         check_mask(mask, *source.shape[:2])
 

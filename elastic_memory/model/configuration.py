@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from elastic_memory.common.defaults import BLOCK_SIZE, LENGTH, POINTS
 from elastic_memory.common.names import nearest, suggest
 from elastic_memory.memory import MEMORIES, Geometry, Memory
-from elastic_memory.memory.contract import with_new_names
+from elastic_memory.memory.contract import check_type, with_new_names
 from elastic_memory.model.adapters import tell_peft
 from elastic_memory.model.locality import Locality
 from elastic_memory.model.saved_defaults import RECORD, defaults, older, warn_of_defaults
@@ -74,8 +74,11 @@ class MemorySettings:
         if self.geometry.block_size < 1:
             raise ValueError(f"block_size={self.geometry.block_size}: give a number of tokens from 1 on")
         for layer in self.memory_layers or ():
+            check_type("memory_layers", layer, int)
             if not 0 <= layer < self.geometry.layers:
                 raise ValueError(f"memory_layers has {layer}; this model has layers 0 to {self.geometry.layers - 1}")
+        if len(set(self.memory_layers or ())) < len(self.memory_layers or ()):
+            raise ValueError(f"memory_layers={self.memory_layers}: name each layer once")
         _check_window(self.window, self.local_attention, self.geometry.block_size)
         kind = MEMORIES[self.memory]
         if not kind.info.layers(1) and self.memory_layers:

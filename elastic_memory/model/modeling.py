@@ -16,7 +16,7 @@ from transformers.utils import can_return_tuple
 from elastic_memory.common.speedups import find
 from elastic_memory.memory import MEMORIES, Memory
 from elastic_memory.memory.counts import extra_parameters, state_floats
-from elastic_memory.model.backbone import MemoryBackbone, Mixed, check_mask
+from elastic_memory.model.backbone import MemoryBackbone, Mixed, check_columns, check_mask
 from elastic_memory.model.configuration import MemoryLlamaConfig, MemorySettings
 from elastic_memory.model.layer import MemoryLayer
 from elastic_memory.model.loss import next_token_loss, plain_head
@@ -179,6 +179,8 @@ class MemoryCausalLM(Mixed):
         """
         cache = kwargs.get("past_key_values")
         ids = inputs if inputs is not None else kwargs.get("input_ids")
+        if isinstance(ids, Tensor) and kwargs.get("inputs_embeds") is None:
+            check_columns(ids)
         if isinstance(cache, MemoryCache) and cache.columns and ids is not None:
             mask = kwargs.get("attention_mask")
             mask = torch.ones_like(ids) if mask is None else mask
@@ -234,7 +236,7 @@ def _predictable(labels: Tensor, mask: Tensor | None, positions: Tensor | None) 
     if mask is not None:
         unseen = mask[:, -labels.shape[1] :].roll(1, dims=1) == 0
         labels = labels.masked_fill(unseen, -100)
-    if positions is not None and positions.shape == labels.shape:
+    if positions is not None:  # one row of them is for all rows
         labels = labels.masked_fill(positions == 0, -100)
     return labels
 

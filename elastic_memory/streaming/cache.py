@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,7 +11,7 @@ import torch
 from elastic_memory.memory import State
 from elastic_memory.shapes import Int, Tensor
 from elastic_memory.streaming import joining, memory_file
-from elastic_memory.streaming.reader import Reader
+from elastic_memory.streaming.reader import Reader, check_ids
 from elastic_memory.streaming.texts import ReadText, digest, digest_text
 
 TEXTS = 1000  # how many digests of texts a cache keeps, 32 characters each in a memory file
@@ -53,7 +54,7 @@ class MemoryCache(Reader):
         After `activate_past_recording()` the block before the open one can be taken back too, if all rows are back in
         it then.
         """
-        if tokens < 0:
+        if tokens < 0 or not isinstance(tokens, Integral):
             raise ValueError(f"rollback({tokens}): give the number of tokens to take back")
         if not tokens:
             return
@@ -101,6 +102,7 @@ class MemoryCache(Reader):
 
     def holds(self, ids: Int[Tensor, "rows column"], mask: Int[Tensor, "rows column"] | None = None) -> bool:
         """Whether `ids` begins with all that was read. False if some of that was embeddings, whose ids are unknown."""
+        check_ids(ids)
         if len(ids) % self.batch or ids.shape[1] < self.columns:
             return False
         repeats, columns = len(ids) // self.batch, ids[:, : self.columns].cpu().long()
@@ -168,7 +170,7 @@ class MemoryCache(Reader):
         Blocks are compressed in parallel and joined where that is exact; elsewhere they are read in order. With a
         `group` of torch.distributed each process reads a share: all give the whole `ids` and get the whole memory.
         """
-        self.whole_call(joining.read, self, ids, group)
+        self.whole_call(joining.read, self, check_ids(ids), group)
 
     def read_ahead(self, ids: Int[Tensor, "batch token"]) -> int:
         """Whole blocks of `ids` in parallel, where that is exact."""

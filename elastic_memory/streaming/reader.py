@@ -23,10 +23,20 @@ from elastic_memory.streaming.texts import ReadText, digest
 AT_ONCE = 2**14  # tokens of whole blocks that are read together: enough for large matrix products, little to hold
 
 
+def check_ids(ids: Tensor) -> Int[Tensor, "batch column"]:
+    """Refuse what is no table of token ids; fractions would be cut off silently."""
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        what = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"tokens: {what}: give integer ids as a tensor [batch, column], such as ids[None] for one row")
+    return ids
+
+
 class Reader(Cache):
     """The fields of a `MemoryCache` and the methods that change them while tokens are read."""
 
     def __init__(self, model: Any, static: bool = False):
+        if not hasattr(model, "base_model"):
+            raise ValueError(f"MemoryCache of a {type(model).__name__}: give the model that reads with it")
         super().__init__(layers=[])
         self.model: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.static = static
@@ -86,7 +96,7 @@ class Reader(Cache):
         """
         if self.owner is not backbone.layers:
             raise ValueError("past_key_values belongs to another model: save it, and load it with this one")
-        ids = None if ids is None else ids.long()
+        ids = None if ids is None else check_ids(ids).long()
         source: Any = ids if ids is not None else embeds
         batch, columns = source.shape[:2]
         self.begin(batch, source.device)

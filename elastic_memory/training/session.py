@@ -123,7 +123,8 @@ class Session:
         run, here = self.run, machine(self.run.recipe)
         self.rows.verify_rows()
         if run.exists and not self.resume.allowed:
-            last = (checkpoints.steps(run.checkpoints) or [0])[-1]
+            with locked(run.checkpoints / "lock"):  # or say who is training it
+                last = (checkpoints.steps(run.checkpoints) or [0])[-1]
             raise ValueError(
                 f"{run.folder.name} was already started and is at step {last} of {run.recipe.training.steps}: "
                 "add --resume to continue, or remove the folder to start over"

@@ -218,3 +218,23 @@ def test_unusable_sources_are_named_with_what_would_fit(tmp_path):
     (tmp_path / "empty" / "x.zip").write_bytes(b"")
     with pytest.raises(ValueError, match=r"nothing to read in .*1 archive"):
         find_parts([str(tmp_path / "empty")], "text", Counter())
+
+
+def test_a_file_given_twice_is_refused(tmp_path):
+    """Its documents would count twice: `books books/one.txt`, or the same glob twice."""
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "one.txt").write_text("words")
+    for paths in ([tmp_path / "books", tmp_path / "books" / "one.txt"], [tmp_path / "books"] * 2):
+        with pytest.raises(ValueError, match=r"one\.txt is given twice, by .* and by .*: leave one of them out"):
+            file_parts(paths, "text", Counter())
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.tsv", "train.JSON"])
+def test_records_are_not_read_as_plain_text(tmp_path, name):
+    """Field names, quotes and numbers would be trained on."""
+    (tmp_path / name).write_text('[{"text": "words"}]')
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(ValueError, match=rf"holds records, not plain text: convert {name} to parquet or JSONL"):
+            file_parts([path], "text", Counter())
+    (tmp_path / "text.txt").write_text("words")  # among text they are text, as in a folder of source code
+    assert len(read(file_parts([tmp_path], "text", Counter()))) == 2

@@ -174,3 +174,9 @@ def test_a_tokenizer_without_offsets_is_served_by_decoding(small_tokenizer, larg
     Slow.decode = staticmethod(lambda *args, **options: small_tokenizer.decode(*args, **options).lower())
     with pytest.raises(ValueError, match="fast version"):
         longppl(MODEL, Slow(), [text], REFERENCE, large_tokenizer, **settings)
+
+
+def test_one_text_is_no_list_of_texts():
+    """Each of its letters would be a text."""
+    with pytest.raises(ValueError, match=r"texts is one string: give a list of texts, such as \[text\]"):
+        longppl(None, None, "a long text", reference=None)

@@ -129,18 +129,6 @@ def test_a_memory_with_parameters_comes_back_as_trained(memory, ids, tmp_path):
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-def test_models_built_from_one_config_keep_their_own_memory():
-    config = LlamaConfig(**SHAPE)
-    first, second, third = (LlamaForCausalLM(config) for _ in range(3))
-    em.attach_memory(first, **MEMORY)
-    em.attach_memory(second, layers=[2], silent=False)
-    assert [line["layer"] for line in first.memory_report()] == [1]
-    assert [line["layer"] for line in second.memory_report()] == [2]
-    assert second.memory_report()[0]["state_floats"] > first.memory_report()[0]["state_floats"]
-    assert not hasattr(third.config, "elastic_memory") and third.config is config
-    assert second.config is second.model.config and second.config.elastic_memory["memory_layers"] == [2]
-
-
 def test_half_precision_and_training_mode_are_kept(ids):
     model = em.attach_memory(FAMILIES["llama"]().to(torch.bfloat16).eval(), **MEMORY)
     assert model.dtype == torch.bfloat16

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import elastic_memory as em
 from elastic_memory.cli import app
+from elastic_memory.commands import generate as command
 from elastic_memory.data import load_tokenizer, tokenizers
 from tests.conftest import small_model
 from tests.data.conftest import byte_level, sentencepiece_like
@@ -202,3 +203,25 @@ def test_texts_that_were_read_are_a_short_list(model, ids, tmp_path):
     fork = cache.fork()
     fork.note_text("0" * 32)
     assert cache.texts == loaded.texts
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["new file", "old file"])
+def test_what_another_command_saved_meanwhile_is_not_replaced(first, checkpoint, book, tmp_path, monkeypatch):
+    """Two at once: the slower one used to replace the memory, and the text that the other had read was gone."""
+    memory, other = tmp_path / "memory", tmp_path / "other.txt"
+    other.write_text("Another text.")
+    if not first:
+        run(checkpoint, "--prompt", "Once", "--memory", memory, "--keep", "--tokens", 0)
+    feed = command._feed
+
+    def slow(*arguments):
+        monkeypatch.setattr(command, "_feed", feed)
+        run(checkpoint, "--prompt-file", other, "--memory", memory, "--tokens", 0)
+        feed(*arguments)
+
+    monkeypatch.setattr(command, "_feed", slow)
+    with pytest.raises(ValueError, match="was changed by another command meanwhile: nothing was saved"):
+        run(checkpoint, "--prompt-file", book, "--memory", memory, "--tokens", 0)
+    assert held(checkpoint, memory).clock == [len("Another text.") + (0 if first else len("Once"))]
+    run(checkpoint, "--prompt-file", book, "--memory", memory, "--tokens", 0)
+    run(checkpoint, "--memory", memory, "--prompt", "And", "--keep", "--tokens", 3)  # saved twice by one command

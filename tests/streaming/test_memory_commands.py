@@ -186,3 +186,17 @@ def test_a_long_text_is_read_in_pieces(checkpoint, books, tmp_path, monkeypatch)
     assert cache.holds(ids_of("one"))
     expected = next_logits(model, in_order(model, TEXTS["one"]))
     torch.testing.assert_close(next_logits(model, cache), expected, atol=1e-4, rtol=0)
+
+
+def test_a_join_does_not_replace_one_of_its_parts(tmp_path):
+    """Run twice, `join *.memory.safetensors --out all.memory.safetensors` would count every text twice."""
+    path = tmp_path / "all.memory.safetensors"
+    path.write_bytes(b"a memory")
+    with pytest.raises(ValueError, match=r"--out .* is one of the files to join, which would be replaced"):
+        memory("join", tmp_path / "one.memory.safetensors", path, "--out", tmp_path / ".." / tmp_path.name / path.name)
+    assert path.read_bytes() == b"a memory"
+
+
+def test_a_file_is_no_folder_for_memory_files(books, tmp_path):
+    with pytest.raises(ValueError, match=r"--out .*one\.txt is a file: name a folder"):
+        memory("read", books[1], "--model", "nowhere", "--out", books[0])

@@ -116,6 +116,22 @@ def test_a_crash_anywhere_and_resume_end_in_the_same_bits(quick, corpus, tmp_pat
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(undisturbed)]
 
 
+def test_a_second_start_says_who_trains_the_run(quick, corpus, tmp_path, disturb):
+    """It used to advise to resume, or to remove the folder: of a run that is being trained."""
+
+    def crash(model, out):
+        raise KeyError("the process dies here")
+
+    disturb([7], crash)
+    with pytest.raises(KeyError):
+        train(quick, corpus, tmp_path)
+    with (
+        locked(only_run(tmp_path) / "checkpoints" / "lock"),
+        pytest.raises(ValueError, match=f"in use by process {os.getpid()}"),
+    ):
+        train(quick, corpus, tmp_path)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_save_and_exit_and_the_rest_follows_exactly(
     quick, corpus, tmp_path, undisturbed, disturb, number, code
