@@ -107,7 +107,12 @@ class Bank:
     def __post_init__(self) -> None:
         if self.order < 1 or self.points < 1:
             raise ValueError(f"order {self.order} read at {self.points} points: both must be at least 1")
-        self.sample_points(self.points)  # refuses options that do not fit
+        sampling.resolve(self.sampling, dict(self.options))
+
+    def checked(self) -> "Bank":
+        """This bank, if its options fit. The constructor cannot compute points to see that: export traces it."""
+        self.sample_points(self.points)
+        return self
 
     def step(
         self, start: int, end: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None

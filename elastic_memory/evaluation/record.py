@@ -13,7 +13,7 @@ from elastic_memory.common.files import write_json
 from elastic_memory.common.progress import Bars
 from elastic_memory.data import Samples
 from elastic_memory.evaluation.metrics import METRICS, Evaluation, evaluate, work
-from elastic_memory.training.build import parameters_of
+from elastic_memory.model.parameters import parameters_of
 
 
 def with_progress(evaluation: Evaluation, metrics: Sequence[str]) -> dict[str, Any]:

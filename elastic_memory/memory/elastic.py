@@ -70,7 +70,8 @@ class ElasticMemory(ParallelMemory):
         self.adds_score = mass
         self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
         self.length = length
-        self.bank = self.retrieval = Bank(order, points, sampling, tuple(sorted((sampling_options or {}).items())))
+        options = tuple(sorted((sampling_options or {}).items()))
+        self.bank = self.retrieval = Bank(order, points, sampling, options).checked()
 
     def set_retrieval(  # type: ignore[override]
         self,
@@ -87,7 +88,7 @@ class ElasticMemory(ParallelMemory):
         if sampling is not None or sampling_options is not None:
             changes["options"] = tuple(sorted((sampling_options or {}).items()))
         changes = {name: value for name, value in changes.items() if value is not None}
-        self.bank = self.retrieval = replace(self.bank, **changes)
+        self.bank = self.retrieval = replace(self.bank, **changes).checked()
 
     def start(self, batch: int, device: torch.device | str | None = None) -> ElasticState:
         """All coefficients zero."""

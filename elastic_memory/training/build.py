@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
@@ -66,19 +65,6 @@ def start_model(start: StartingModel, recipe: Recipe) -> Any:
     if recipe.execution.compile:
         model.compile_blocks()
     return model
-
-
-def count_parameters(config: Any) -> int:
-    """Trainable parameters of a model, without building it and without the padding of `pad_heads`."""
-    plain = type(config).from_dict(config.to_dict() | {"pad_heads": False})
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in em.MemoryLlamaForCausalLM(plain).parameters())
-
-
-def parameters_of(model: Any) -> int:
-    """Parameters of a model, counted in the same way."""
-    ours = isinstance(model.config, em.MemoryLlamaConfig)
-    return count_parameters(model.config) if ours else model.num_parameters()
 
 
 def flops_per_token(config: Any, length: int) -> float:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_memory.common.strict import read_json
-from elastic_memory.training.build import build_config, count_parameters, flops_per_token
+from elastic_memory.model.parameters import count_parameters
+from elastic_memory.training.build import build_config, flops_per_token
 from elastic_memory.training.recipe import Recipe
 
 

@@ -25,8 +25,9 @@ from elastic_memory.common.strict import read_yaml
 from elastic_memory.common.threads import choose_threads
 from elastic_memory.data import Samples, samples
 from elastic_memory.data.start import StartingModel
+from elastic_memory.model.parameters import parameters_of
 from elastic_memory.training import checkpoints, limits, logs
-from elastic_memory.training.build import build_config, build_model, parameters_of, start_model
+from elastic_memory.training.build import build_config, build_model, start_model
 from elastic_memory.training.card import model_card
 from elastic_memory.training.corpus import data_hash, fit, tokenizer_sha256
 from elastic_memory.training.interrupts import Interrupts

@@ -21,6 +21,7 @@ from elastic_memory.common.locks import locked
 from elastic_memory.data import prepare, samples
 from elastic_memory.evaluation.loading import load_model
 from elastic_memory.evaluation.longppl import FoundKeys
+from elastic_memory.model.parameters import count_parameters
 from elastic_memory.report.page import collect
 from elastic_memory.report.tables import Table
 from elastic_memory.reproduction import lab, tiers, worker
@@ -30,7 +31,7 @@ from elastic_memory.reproduction.planning import status, tasks, to_do
 from elastic_memory.reproduction.scheduler import IN_USE, Scheduler
 from elastic_memory.reproduction.tables import NAMES, experiments, wanted
 from elastic_memory.training import session
-from elastic_memory.training.build import build_config, count_parameters
+from elastic_memory.training.build import build_config
 
 ROOT = Path(__file__).parents[2]
 TABLES = ["main", "memory-scaling", "model-scaling", "injection", "corruption", "reconstruction"]

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from elastic_memory.training.build import build_config, count_parameters, flops_per_token, peak_flops
+from elastic_memory.model.parameters import count_parameters
+from elastic_memory.training.build import build_config, flops_per_token, peak_flops
 from elastic_memory.training.plan import make_plan, measurements
 from elastic_memory.training.recipe import load_recipe, variants
 from tests.test_cli import call
