@@ -105,9 +105,9 @@ def longppl(
 
     `texts` are strings, or rows of token ids, which are never tokenized again. With a `reference_tokenizer` the
     reference reads the text, and key tokens are matched by characters. Without one it reads the same tokens as the
-    model, and `tokenizer` is needed only for strings. The folder `cache` keeps key tokens for later calls with the same
-    reference and settings, and those in `known` are not searched again; `streamed` has the losses of rows that another
-    metric has already read.
+    model, and `tokenizer` is needed only for strings. Tokenizers are those of transformers or of `elastic_memory.data`.
+    The folder `cache` keeps key tokens for later calls with the same reference and settings, and those in `known` are
+    not searched again; `streamed` has the losses of rows that another metric has already read.
     """
     settings = Settings(trunc_len=trunc_len, sliding_window=sliding_window, alpha=alpha, beta=beta)
     if isinstance(texts, str):
@@ -115,9 +115,10 @@ def longppl(
     if isinstance(reference, str):
         reference = Reference(partial(reference_for, reference, None))
     elif not isinstance(reference, Reference):
-        given = reference, reference_tokenizer
+        given = reference, transformers_tokenizer(reference_tokenizer)
         reference = Reference(lambda: given)
     finder = KeyTokens(reference, settings, Path(cache) if cache else None, known)
+    tokenizer = transformers_tokenizer(tokenizer)
     streamed = streamed or Streamed(model, block_size)
     journal = journal or Journal()
     advance(len(journal.done))

@@ -16,7 +16,10 @@ def encode(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[Sp
     if getattr(tokenizer, "is_fast", False):
         encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
         return encoded["input_ids"], [tuple(span) for span in encoded["offset_mapping"]]
-    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    if callable(tokenizer):
+        ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    else:
+        ids = tokenizer.encode(text).tolist()  # `bytes` of elastic_memory.data, without special tokens
     decoded, spans = decode(tokenizer, ids)
     if decoded != text:
         raise ValueError(

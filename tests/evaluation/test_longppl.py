@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_memory.data import load_tokenizer
 from elastic_memory.evaluation import Settings, longppl
 from elastic_memory.evaluation.longppl import KeyTokens
 from elastic_memory.evaluation.spans import decode, encode, inside, locate, merge
@@ -53,6 +54,22 @@ def test_several_texts_are_pooled_by_their_key_tokens(small_tokenizer, large_tok
     weights = [one.key_tokens for one in single]
     assert np.log(pooled.longppl) == pytest.approx(np.average([np.log(one.longppl) for one in single], weights=weights))
     assert pooled.interval[0] <= pooled.longppl <= pooled.interval[1]
+
+
+def test_tokenizers_of_our_data_are_taken_too(large_tokenizer, tmp_path):
+    """`load_tokenizer` of a folder, and `bytes`, whose characters take up to four tokens."""
+    text = TEXT[:1200] + " \u03b1\u2264\U0001d53c " * 20
+    settings = {"trunc_len": 50, "sliding_window": 20, "alpha": 1.0, "beta": -10.0}
+    large_tokenizer.save_pretrained(tmp_path)
+    reference_tokenizer = load_tokenizer(str(tmp_path))
+    found = longppl(MODEL, load_tokenizer("bytes"), [text], REFERENCE, reference_tokenizer, **settings)
+    assert found.tokens + 1 == len(text.encode()) and found.key_tokens > 0
+    listed, covered = encode(large_tokenizer, text, special=True)
+    marked = [covered[i] for i in module.key_positions(REFERENCE, torch.tensor(listed), Settings(**settings))]
+    ends = np.cumsum([len(one.encode()) for one in text])
+    within = [character for start, end in merge(marked) for character in range(start, end)]
+    expected = [i for c in within for i in range(ends[c] - len(text[c].encode()), ends[c])]
+    assert found.keys == [[i for i in expected if i > 0]]
 
 
 def test_rows_of_ids_are_never_tokenised_again(small_tokenizer, large_tokenizer):
