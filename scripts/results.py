@@ -43,7 +43,8 @@ How to read the tables:
   differ by up to {block_0:.0%} even in block 0, where no memory can help, although all models start from the same
   weights and see the same samples in the same order.
 - **The gain from memory is in parentheses:** how much the perplexity of a model rises when its memory is erased.
-  Trained without it, the model might have learned to do without; the first table has a second control.
+  Trained without it, the model might have learned to do without. The first table adds a second control, with the same
+  limit.
 - **Infini-Transformer has {infini:.1f} times the memory of the others:** its heads fix the size.
 - **`proofs` has two data hashes,** 25ef764e and 04c7a0f0. The rows are the same; the newer hash covers more settings
   of the tokenizer.
@@ -80,9 +81,10 @@ ELASTIC = ("Elastic Memory, uniform", "Elastic Memory, exponential")
 LANGUAGE = """\
 **Language modelling.** Models of {parameters:.0f}M parameters, each trained on {tokens:.0f}M tokens. One seed is too
 few to rank them by perplexity, which differs by up to {block_0:.0%} even in block 0, where no memory can help. {seeds}
-What memory is worth can be measured within a run, by two controls, which agree to {gap:.1f} points. {better} on every
-corpus (Infini's memory is {infini:.1f} times as large). The picture shows the first control by block, on mathematical
-text (`proofs`). Of {claims} claims of the paper {verdicts}. All numbers, the claims one by one, and how to read them:
+What a model draws from its memory can be measured within a run, by two controls, which agree to {gap:.1f} points.
+Both may overstate what memory is worth. {better} on every corpus (Infini's memory is {infini:.1f} times as large). The
+picture shows the first control by block, on mathematical text (`proofs`). Of {claims} claims of the paper {verdicts}.
+All numbers, the claims one by one, and how to read them:
 [results](results/README.md). Record: [main-small.json](results/main-small.json).
 """
 

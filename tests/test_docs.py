@@ -290,6 +290,8 @@ def test_what_the_page_on_attaching_says_of_designs_is_on_record():
             gains[design] = -difference(*pairs)[0]
         window, means, cells = (gains[name] for name in ("wider window", "key-value means", "elastic cells"))
         assert window == max(gains.values()) and window > means > cells
+        assert all(gain < 0.005 for design, gain in gains.items() if design.startswith("elastic"))
+        assert gains.get("outliers", -1) < 0
         assert "half window half elastic" not in gains or means < gains["half window half elastic"] < window
         if "cpu" not in path.name:
             assert 0.4 < means / window < 0.6 and set(map(len, runs.values())) == {3}

@@ -1,4 +1,4 @@
-"""What memory is worth within a run, by two controls.
+"""What a model gains from its memory within a run, by two controls.
 
 Neither compares perplexities of two models, which training alone makes differ.
 """
@@ -17,9 +17,10 @@ BASE = "Transformer++"
 
 NOTE = (
     "Erased: by how much the perplexity of a model rises when its memory is erased at every block (P4); in brackets "
-    "the 95% interval over documents. From block 0, where memory is empty: what whole rows gain on it, beyond what "
-    "those of Transformer++ gain. Seeds: {seeds}. The first control may overstate what memory is worth, since the "
-    "model learned to rely on it; the second does not depend on that."
+    "the 95% interval over documents. From block 0, where memory is empty: by how much more perplexity falls from "
+    "there to whole rows than in Transformer++. Seeds: {seeds}. Both show what a model draws from its memory, and may "
+    "overstate what memory is worth: a model that learned to rely on it may be worse without it, in block 0 too, than "
+    "one trained without it."
 )
 
 
