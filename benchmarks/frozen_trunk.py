@@ -43,12 +43,12 @@ from elastic_memory.evaluation.loading import load_model, starting_model, tokeni
 from elastic_memory.evaluation.losses import evaluating, whole_losses
 from elastic_memory.evaluation.sinks import sink_losses
 from elastic_memory.memory import MEMORIES
+from elastic_memory.memory.counts import GATES
 from elastic_memory.model import attach_memory, detach_memory
 from elastic_memory.reproduction.real_measures import by_document, find_keys, key_loss
 from elastic_memory.reproduction.real_model import Study
 from elastic_memory.reproduction.tables.real_model import BASE, DESIGNS, PLANS
 
-GATES = ("gain", "gate")  # ends of names of parameters that have the learning rate --gate-rate
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PIECE = 256 if DEVICE == "cpu" else 8192  # tokens whose logits are in memory at once
 PLAN = (
@@ -231,10 +231,10 @@ def trained(design: str, tested, outputs, args):
     losses = train(upper, rows, inputs, args)
     after = time.monotonic()
     found = token_losses(upper, tested, outputs)
-    gain = upper.model.layers[0].memory.gain
+    blend = upper.model.layers[0].memory.blend
     run = {
         "losses": [round(loss, 5) for loss in losses],
-        "gain": None if gain is None else [round(value, 4) for value in gain.tolist()],
+        "blend": None if blend is None else [round(value, 4) for value in blend.tolist()],
         "memory": upper.memory_report(),
         "recall": recall(partial(text_losses, upper, args), tested, args),
         "logits_off": check(design, tested, args),
@@ -332,7 +332,7 @@ def main() -> None:
         }
         with recording(args.out, plan, data) as content:
             content["runs"].setdefault(design, {})[str(args.seed)] = run
-        print(design, {name: run.get(name) for name in ("gain", "seconds", "logits_off")}, flush=True)
+        print(design, {name: run.get(name) for name in ("blend", "seconds", "logits_off")}, flush=True)
 
 
 if __name__ == "__main__":

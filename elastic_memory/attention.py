@@ -15,8 +15,6 @@ from elastic_memory.shapes import Bool, Float, Int, Tensor
 
 fast = find("attention")
 
-SILENT = 1e-20  # the weight of memory at a gain of zero: negligible even where its scores exceed the block's by 30
-
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
@@ -110,29 +108,25 @@ class _OneGradientLayout(torch.autograd.Function):
         return gradient.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def weight_of(gain: Float[Tensor, "*row head"]) -> Float[Tensor, "*row head"]:
-    """|gain|, shifted off zero, where its gradient vanishes. In float32: float16 has no numbers as small."""
-    return (gain.to(torch.promote_types(gain.dtype, torch.float32)) + SILENT).abs()
+def blended(
+    local: Float[Tensor, "batch head token dim"],
+    mixed: Float[Tensor, "batch head token dim"],
+    blend: Float[Tensor, "*row head"],
+) -> Float[Tensor, "batch head token dim"]:
+    """local + blend (mixed - local), in float32 at least."""
+    wide = torch.promote_types(mixed.dtype, torch.float32)
+    return torch.lerp(local.to(wide), mixed.to(wide), blend.to(wide)[..., None, None]).to(mixed.dtype)
 
 
-def with_features(
+def with_score(
     query: Float[Tensor, "batch head query dim"],
     key: Float[Tensor, "batch kv_head column dim"],
     scale: float,
-    gain: Float[Tensor, "*row head"] | None = None,
-    score: Float[Tensor, "batch 1 column 1"] | None = None,
+    score: Float[Tensor, "batch 1 column 1"],
 ) -> tuple[Tensor, Tensor]:
-    """Both with further features, by which attention adds log |gain| and `score` to the scores. No mask is needed."""
-    queries, keys = [query], [key]
-    if gain is not None:
-        # Clamped, as -inf * 0 would be NaN.
-        loudness = weight_of(gain).clamp_min(1e-30).log()
-        queries.append((loudness[..., None, None] / scale).expand(*query.shape[:3], 1).to(query.dtype))
-        keys.append(key.new_ones(1).expand(*key.shape[:3], 1))
-    if score is not None:
-        queries.append(query.new_full((1,), 1 / scale).expand(*query.shape[:3], 1))
-        keys.append(score.to(key.dtype).expand(*key.shape[:3], 1))
-    return torch.cat(queries, dim=-1), torch.cat(keys, dim=-1)
+    """Both with one more feature, by which attention adds `score` to the scores. No mask is needed."""
+    asking = query.new_full((1,), 1 / scale).expand(*query.shape[:3], 1)
+    return torch.cat((query, asking), dim=-1), torch.cat((key, score.to(key.dtype).expand(*key.shape[:3], 1)), dim=-1)
 
 
 def multiple_of_8(*tensors: Float[Tensor, "_ _ _ _"]) -> list[Tensor]:

@@ -27,6 +27,21 @@ def test_the_faster_number_of_threads_is_chosen(monkeypatch, slow, expected):
     assert threads.choose_threads() == torch.get_num_threads() == expected
 
 
+def test_starting_threads_does_not_count(monkeypatch):
+    """After each change of their number the threads start anew, which takes longer than small products."""
+    torch.set_num_threads(2)
+    clock, before = [0.0], [2]
+
+    def work(x):
+        threads_now = torch.get_num_threads()
+        clock[0] += 1.0 / threads_now + (100.0 if before[0] != threads_now == 2 else 0.0)
+        before[0] = threads_now
+
+    monkeypatch.setattr(torch.nn.functional, "silu", work)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    assert threads.choose_threads() == 2
+
+
 def test_what_the_user_says_stays(monkeypatch):
     torch.set_num_threads(2)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

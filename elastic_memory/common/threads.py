@@ -16,14 +16,18 @@ def choose_threads(width: int = 64) -> int:
     if most == 1 or "OMP_NUM_THREADS" in os.environ:
         return most
     left, right = torch.randn(512, width), torch.randn(width, 4 * width)
-    repeats = max(1, 100 * 64**2 // width**2)
+    repeats = max(3, 100 * 64**2 // width**2)
 
-    def seconds(threads: int) -> float:
-        torch.set_num_threads(threads)
+    def run() -> float:
         begin = time.perf_counter()
         for _ in range(repeats):
             torch.nn.functional.silu(left @ right)
         return time.perf_counter() - begin
+
+    def seconds(threads: int) -> float:
+        torch.set_num_threads(threads)
+        run()  # after a change the threads start anew, which takes longer than many products
+        return run()
 
     # interleaved, as the load of the machine varies
     rounds = [(seconds(1), seconds(most)) for _ in range(5)]

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from elastic_memory.common.defaults import RECALL_STEPS
 from elastic_memory.common.names import suggest
 from elastic_memory.evaluation.losses import Model, block_size_of, streamed_logits
+from elastic_memory.memory.counts import GATES
 from elastic_memory.shapes import Int, Tensor
 
 SAY, ASK, SET, END = range(4)
@@ -177,8 +178,8 @@ def fit(
 ) -> None:
     """Train on batches of ids and of the labels of their last tokens, -100 for none."""
     device = next(model.parameters()).device
-    gates = [weight for name, weight in model.named_parameters() if name.endswith(("gate", "gain"))]
-    others = [weight for name, weight in model.named_parameters() if not name.endswith(("gate", "gain"))]
+    gates = [weight for name, weight in model.named_parameters() if name.endswith(GATES)]
+    others = [weight for name, weight in model.named_parameters() if not name.endswith(GATES)]
     groups: list[dict[str, Any]] = [{"params": others}]
     if gates:
         groups.append({"params": gates, "lr": GATE_LR_SCALE * learning_rate, "weight_decay": 0.0})

@@ -301,4 +301,5 @@ def _is_plain(layer: Any, backbone: Any) -> bool:
         and (memory.shares_softmax or not memory.start(1, "meta"))
         and memory.prepare is None
         and attention.scores_alike
+        and memory.blend is None
     )

@@ -32,9 +32,11 @@ def one_block(
         parts = [part for part in (front, tokens, tail, unused) if part is not None]
         tokens = torch.cat([part.to(tokens.dtype) for part in parts], dim=1)
     query, key, value = attention.project(layer.input_layernorm(tokens))
-    rotated_key = rope.inside(key, before)
-    reading = tuple(x[:, :, :before] for x in (rotated_key, value)) if before else None
-    mixed = attention.attend(rope.inside(query, before), rotated_key, value, reading=reading, query=query)
+    columns = rope.inside(query, before), rope.inside(key, before), value
+    mixed = attention.softmax(*columns, None)
+    if before and memory.blend is not None:
+        local = attention.softmax(*(x[:, :, before:] for x in columns), None)
+        mixed = torch.cat((mixed[:, :, :before], attention.blend(local, mixed[:, :, before:])), dim=2)
     # The front is not needed any more, except for the few tokens that keep the rest aligned.
     first = before % PADDING
     output = layer.finish(tokens[:, before - first :], mixed[:, :, before - first :])

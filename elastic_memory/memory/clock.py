@@ -117,7 +117,7 @@ class ClockMemory(LinearMemory):
     def reset(self) -> None:
         """All clocks as fast as their windows say."""
         for parameter in self.parameters(recurse=False):
-            if parameter is not self.gain:
+            if parameter is not self.blend:
                 nn.init.zeros_(parameter)
 
     def make_rule(self) -> Rule:

@@ -129,9 +129,9 @@ class Memory(nn.Module):
     no_join: str | None = "it defines no join"  # why the states of two parts do not give the state of the whole
     built_with: dict[str, Any]  # every option, given or left to its default
     retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
-    # Weight of the memory by query head: on the exponentials of its columns, or on what `mix` adds to the block's own
-    # attention. The layer applies its absolute value. None: 1, and no parameter.
-    gain: nn.Parameter | None
+    # How far each query head uses the memory: its output is local + blend (mixed - local), where `local` is attention
+    # without memory and `mixed` with it. None: mixed, and no parameter.
+    blend: nn.Parameter | None
     # (query, key) -> both as the layer and its memory use them, before rotary positions; None: as they are
     prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
@@ -141,7 +141,7 @@ class Memory(nn.Module):
             raise ValueError(f"detach_every={detach_every}: give a number of blocks from 1 on, or None for no cut")
         self.geometry = geometry
         self.detach_every = detach_every
-        self.register_parameter("gain", None)
+        self.register_parameter("blend", None)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
         """The empty state, float32."""
@@ -192,7 +192,7 @@ class Memory(nn.Module):
     def build(cls, geometry: Geometry, options: dict[str, Any]) -> Self:
         """Construct the mechanism; an option that it does not have is an error that names those it has.
 
-        Every mechanism has the option `silent`: a learned gain by head that starts at zero, so that the layer
+        Every mechanism has the option `silent`: a learned blend by head that starts at zero, so that the layer
         computes what it would without memory until it is trained (choices.md, "silent start").
         """
         own = {name: value for name, value in options.items() if name != "silent"}
@@ -210,16 +210,16 @@ class Memory(nn.Module):
         if silent:
             if not memory.start(1, "meta"):
                 raise ValueError(f"silent=True has no effect: {cls.__name__} has no memory state here; leave it out")
-            memory.gain = nn.Parameter(torch.zeros(geometry.heads))
+            memory.blend = nn.Parameter(torch.zeros(geometry.heads))
         memory.built_with = {name: own.get(name, signature(cls).parameters[name].default) for name in known}
         memory.built_with |= {"silent": True} if silent else {}
         return memory
 
     def initialise(self) -> None:
-        """Initialise all parameters, the gain too."""
+        """Initialise all parameters, the blend too."""
         self.reset()
-        if self.gain is not None:
-            nn.init.zeros_(self.gain)
+        if self.blend is not None:
+            nn.init.zeros_(self.blend)
 
     @classmethod
     def has_option(cls, name: str) -> bool:

@@ -1,9 +1,11 @@
-"""What reports and logs say of a memory in use: its size, its parameters, its gates and gains."""
+"""What reports and logs say of a memory in use: its size, its parameters, how far it is used."""
 
 from typing import NamedTuple
 
 from elastic_memory.memory.contract import Memory
 from elastic_memory.shapes import Tensor
+
+GATES = ("gate", "gain", "blend")  # ends of the names of parameters that start nearly closed, and learn faster
 
 
 class Floats(NamedTuple):
@@ -27,6 +29,6 @@ def extra_parameters(memory: Memory) -> int:
 
 
 def gates(memory: Memory) -> dict[str, Tensor]:
-    """How far each head's gate is open, where there are gates; how loud the memory is in it, where there are gains."""
+    """How far each head's gate is open, where there are gates, and how far the memory is blended in."""
     open_by = {name: gate.detach().sigmoid() for name, gate in memory.named_parameters() if name.endswith("gate")}
-    return open_by if memory.gain is None else open_by | {"gain": memory.gain.detach().abs()}
+    return open_by if memory.blend is None else open_by | {"blend": memory.blend.detach()}

@@ -51,7 +51,7 @@ def attend(
         rotated = _inside(rope, query)
         mixed = _in_groups(layer, rope, rotated, key, value, raw, joining)
     if outside:
-        mixed = attention.weighed(mixed, memory.mix_all(mixed, raw, rotated, readings))
+        mixed = attention.blend(mixed, memory.mix_all(mixed, raw, rotated, readings))
     # [batch, block, head, token, dim] -> [batch, head, token, dim]
     return mixed.transpose(1, 2).flatten(2, 3)[:, :, :length]
 
@@ -102,7 +102,7 @@ def _before(rope: Rope, key: Blocks, value: Blocks, window: int, first: int, las
 
 def _slides_fast(layer: DecoderLayer, query: Blocks, key: Blocks, value: Blocks) -> bool:
     """Whether sliding attention runs without masks."""
-    if windows is None or layer.self_attn.corrupt is not None or layer.self_attn.beyond_float16(value):
+    if windows is None or layer.self_attn.corrupt is not None:
         return False
     return bool(windows.supports(query, key))
 
@@ -127,7 +127,10 @@ def _slide(
                 asking, known = attention.looking(asking, unrotated, known, reading)
             parts.append((asking, known, held))
     whole = rope.inside(_joined(query)), rope.inside(_joined(key)), _joined(value)
-    return _split(windows.attend(*whole, layer.window, attention.scaling, parts), query.shape[3])
+    mixed = windows.attend(*whole, layer.window, attention.scaling, parts)
+    if parts and layer.memory.blend is not None:
+        mixed = attention.blend(windows.attend(*whole, layer.window, attention.scaling, []), mixed)
+    return _split(mixed, query.shape[3])
 
 
 def _split(x: Heads, size: int) -> Blocks:

@@ -58,7 +58,7 @@ def attach_memory(
     memory in blocks of 2,048. In its first block the model computes what it did before.
 
     A new memory is `silent`: until it is trained, every block is computed as without memory. That adds one parameter
-    per head, the gain (choices.md, "silent start"). With `silent=False` memory is heard at once, without a gain.
+    per head, the blend (choices.md, "silent start"). With `silent=False` memory has its full weight from the start.
     """
     _check(model)
     config = model.config
@@ -219,7 +219,7 @@ def _silent(silent: bool | None, settings: MemorySettings, again: bool) -> bool:
     had = bool(settings.memory_options.get("silent"))
     if again and silent not in (None, had):
         raise ValueError(
-            f"silent={silent}: this memory was trained and saved {'with' if had else 'without'} gains; leave silent "
+            f"silent={silent}: this memory was trained and saved {'with' if had else 'without'} blends; leave silent "
             "out, or give another memory"
         )
     if again or silent is not None:
@@ -273,8 +273,8 @@ def _match(layers: nn.ModuleList, model: Any, memory: str) -> None:
         like = layer.input_layernorm.weight  # projections may be quantised
         if like.is_meta and hasattr(layer.input_layernorm, "_hf_hook") and extra_parameters(layer.memory):
             raise ValueError(
-                f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading, or, if gains "
-                "are its only parameters, with silent=False"
+                f"parameters of {memory!r} have no place in an offloaded layer: attach before offloading, or, if the "
+                "blend is its only parameter, with silent=False"
             )
         layer.memory.to(device=like.device, dtype=like.dtype)
         layer.memory.initialise()

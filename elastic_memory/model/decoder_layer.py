@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from elastic_memory.attention import masked, multiple_of_8, trapezoidal, weight_of, with_features
+from elastic_memory.attention import blended, masked, multiple_of_8, trapezoidal, with_score
 from elastic_memory.memory import Memory, Reading
 from elastic_memory.memory.contract import Heads
 from elastic_memory.model.locality import Locality
@@ -77,7 +77,7 @@ class MemoryAttention(nn.Module):
         local = self.attend(rotated, key, value, mask, reading, query)
         if not reading or self.memory.shares_softmax:
             return local
-        return self.weighed(local, self.memory.mix(local, query, rotated, reading, visible))
+        return self.blend(local, self.memory.mix(local, query, rotated, reading, visible))
 
     def attend(
         self,
@@ -92,24 +92,27 @@ class MemoryAttention(nn.Module):
 
         `reading`: what stands in front, if it is memory's; `query`: before rotary positions, if memory wants them so.
         """
-        if not reading or not self.memory.shares_softmax or self.scores_alike:
-            return self._softmax(rotated, key, value, mask)
-        if self.beyond_float16(value):
-            wide = rotated.float(), key.float(), value.float(), None if query is None else query.float()
-            with torch.autocast(value.device.type, enabled=False):
-                return self._attend_scored(*wide, mask, reading).to(value.dtype)
-        return self._attend_scored(rotated, key, value, query, mask, reading)
+        if not reading or not self.memory.shares_softmax:
+            return self.softmax(rotated, key, value, mask)
+        mixed = self.joint(rotated, key, value, mask, reading, query)
+        if self.memory.blend is None:
+            return mixed
+        columns = reading[0].shape[2]
+        own = None if mask is None else mask[..., columns:]
+        return self.blend(self.softmax(rotated, key[:, :, columns:], value[:, :, columns:], own), mixed)
 
-    def _attend_scored(
+    def joint(
         self,
         rotated: Heads,
         key: Heads,
         value: Heads,
-        query: Heads | None,
         mask: Bool[Tensor, "*rows query key"] | None,
         reading: Reading,
+        query: Heads | None,
     ) -> Heads:
-        """`attend` where memory scores its columns in its own way."""
+        """One softmax over memory's columns, scored in memory's own way, and the block's."""
+        if self.scores_alike:
+            return self.softmax(rotated, key, value, mask)
         columns, dim = reading[0].shape[2], value.shape[-1]
         known, own = key[:, :, :columns], key[:, :, columns:]
         looking, known = self.looking(rotated, query, known, reading)
@@ -117,15 +120,15 @@ class MemoryAttention(nn.Module):
             known, looking = nn.functional.pad(known, (dim, 0)), torch.cat((rotated, looking), dim=-1)
         key = torch.cat((known, nn.functional.pad(own, (0, known.shape[-1] - dim))), dim=2)
         looking, key, value = multiple_of_8(looking, key, value)
-        return self._softmax(looking, key, value, mask)[..., :dim]
+        return self.softmax(looking, key, value, mask)[..., :dim]
 
     def looking(self, rotated: Heads, query: Heads | None, known: Heads, reading: Reading) -> tuple[Tensor, Tensor]:
         """Queries for memory's columns and their keys, whose products are scores with all that memory adds to them."""
         asking = query if query is not None and self.memory.raw_queries else rotated
-        score = reading[2] if self.memory.adds_score else None
-        return with_features(asking, known, self.scaling, self.memory.gain, score)
+        return with_score(asking, known, self.scaling, reading[2]) if self.memory.adds_score else (asking, known)
 
-    def _softmax(self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None) -> Heads:
+    def softmax(self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None) -> Heads:
+        """Attention to all columns alike."""
         if mask is None:
             return trapezoidal(rotated, key, value, self.scaling)
         return masked(rotated, key, value, mask, self.scaling)
@@ -133,18 +136,11 @@ class MemoryAttention(nn.Module):
     @property
     def scores_alike(self) -> bool:
         """Whether memory's columns in the block's softmax are scored as the block's own."""
-        return self.memory.gain is None and not self.memory.adds_score and not self.memory.raw_queries
+        return not self.memory.adds_score and not self.memory.raw_queries
 
-    def beyond_float16(self, value: Heads) -> bool:
-        """Whether training needs numbers that float16 lacks: weights of columns nearly silent, and their gradients."""
-        joins = self.memory.gain is not None and self.memory.shares_softmax
-        return joins and value.dtype == torch.float16 and torch.is_grad_enabled()
-
-    def weighed(self, local: Tensor, mixed: Tensor) -> Tensor:
-        """What a memory outside the softmax made of the block's own attention, as far as its gain says."""
-        if self.memory.gain is None:
-            return mixed
-        return (local + weight_of(self.memory.gain)[..., None, None] * (mixed - local)).to(mixed.dtype)
+    def blend(self, local: Tensor, mixed: Tensor) -> Tensor:
+        """Between attention without memory and with it, as far as the memory has been blended in."""
+        return mixed if self.memory.blend is None else blended(local, mixed, self.memory.blend)
 
 
 class DecoderLayer(GradientCheckpointingLayer):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.attention import weight_of, window_mask
+from elastic_memory.attention import window_mask
 from elastic_memory.evaluation.losses import evaluating
 from elastic_memory.operators import Bank
 from elastic_memory.shapes import Float, Int, Tensor
@@ -118,12 +118,15 @@ def attention(
     rotated, groups = rope(query[None], positions)[0], len(query) // len(known)
     asking = query if layer.memory.raw_queries else rotated
     of_memory, of_block = (x.repeat_interleave(groups, dim=0).mT * layer.self_attn.scaling for x in (columns, known))
-    remembered = asking @ of_memory + added
-    if layer.memory.gain is not None:
-        remembered = remembered + weight_of(layer.memory.gain).log()[:, None, None]
-    scores = torch.cat((remembered, rotated @ of_block), dim=2)
+    scores = torch.cat((asking @ of_memory + added, rotated @ of_block), dim=2)
     visible = window_mask(tokens, known.shape[1] - tokens, layer.window or tokens, query.device, columns.shape[1])
-    return scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    weights, blend = scores.softmax(-1), layer.memory.blend
+    if blend is None or not columns.shape[1]:
+        return weights
+    local = scores[..., columns.shape[1] :].softmax(-1)
+    local = torch.nn.functional.pad(local, (columns.shape[1], 0))
+    return torch.lerp(local, weights, blend.float()[:, None, None])
 
 
 def _look(

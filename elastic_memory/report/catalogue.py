@@ -30,8 +30,8 @@ Which mechanisms are there, and how do they differ? All of them run on the same 
 (`memory/contract.py`), so a comparison differs in the mechanism and in nothing else. `memory_options` takes the options
 listed below, except for `order`, `points`, `sampling` and `sampling_options`, which are settings of the configuration
 (`memory_order`, `memory_points`, `sampling`, `sampling_options`). Every memory also takes `detach_every`: gradients are
-cut every so many blocks; and `silent`: a learned gain per head that starts near zero
-([silent start](choices.md#silent-start)). Gates and gains have a learning rate scale in training recipes,
+cut every so many blocks; and `silent`: a learned blend per head that starts at zero
+([silent start](choices.md#silent-start)). Gates and blends have a learning rate scale in training recipes,
 `gate_lr_scale`."""
 
 NOTE = f"""\

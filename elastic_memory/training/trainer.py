@@ -15,6 +15,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl, Train
 
 from elastic_memory.common.checksums import write_manifest
 from elastic_memory.common.speedups import find
+from elastic_memory.memory.counts import GATES
 from elastic_memory.training import checkpoints
 from elastic_memory.training.callbacks import ProgressBar, SaveAndStop
 from elastic_memory.training.interrupts import Interrupts
@@ -70,7 +71,7 @@ def arguments(recipe: Recipe, run: Run) -> TrainingArguments:
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Weight decay for matrices only; gates and gains have their own learning rate."""
+    """Weight decay for matrices only; gates and blends have their own learning rate."""
     training = recipe.training
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
@@ -79,8 +80,7 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
         if not parameter.requires_grad:  # adapters are trained, not what they adapt
             continue
         last = name.rsplit(".", 1)[-1]
-        own = last.endswith(("gate", "gain"))
-        group = gates if own else vectors if parameter.ndim < 2 or "bias" in last else matrices
+        group = gates if last.endswith(GATES) else vectors if parameter.ndim < 2 or "bias" in last else matrices
         group.append(parameter)
     groups = [
         {"params": matrices, "weight_decay": training.weight_decay},

@@ -61,19 +61,19 @@ def fresh(case, seed=0, **overrides):
     options = OPEN.get(memory, {}) | options | overrides.pop("memory_options", {})
     torch.manual_seed(seed)
     config = em.MemoryLlamaConfig.preset("tiny", memory=memory, memory_options=options, **(SMALL | overrides))
-    return with_gains(em.MemoryLlamaForCausalLM(config).eval())
+    return with_blends(em.MemoryLlamaForCausalLM(config).eval())
 
 
 @torch.no_grad()
-def with_gains(model):
-    """`model`; if its memory started silent, it is heard now, in each head differently; learned clocks run unevenly."""
+def with_blends(model):
+    """`model`; a memory that started silent is now used, by each head differently; learned clocks run unevenly."""
     for memory in model.memories.values():
         if hasattr(memory, "rate_gain"):
             memory.rate_gain.copy_(torch.linspace(-0.5, 0.7, len(memory.rate_gain)))
         if hasattr(memory, "rate_gain") and hasattr(memory, "weigh"):
             memory.weigh.copy_(torch.linspace(-0.8, 0.8, memory.weigh.numel()).view_as(memory.weigh))
-        if memory.gain is not None:
-            memory.gain.copy_(torch.linspace(-1.5, 1.5, len(memory.gain)))
+        if memory.blend is not None:
+            memory.blend.copy_(torch.linspace(-0.5, 1.5, len(memory.blend)))
     return model
 
 

@@ -1,4 +1,4 @@
-"""Memories that start silent: nothing is heard until training, and then as much as the gain says."""
+"""Memories that start silent: without effect until they are trained, then blended in by each head."""
 
 import json
 from functools import cache
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import elastic_memory as em
-from elastic_memory.attention import SILENT, with_features
 from elastic_memory.memory import MEMORIES, Geometry, Memory
 from elastic_memory.memory.counts import gates
 from elastic_memory.model.attach import FAMILIES
@@ -19,7 +18,7 @@ from elastic_memory.model.decoder_layer import MemoryAttention
 from elastic_memory.report.attention_view import views
 from elastic_memory.streaming.fingerprint import fingerprint
 from elastic_memory.training.trainer import parameter_groups
-from tests.memory.cases import BLOCK, CASES, REMEMBERING, fresh, logits, memory_of, small, tokens, with_gains
+from tests.memory.cases import BLOCK, CASES, REMEMBERING, fresh, logits, memory_of, small, tokens, with_blends
 from tests.model.test_families import tiny
 
 PLAIN = [case for case in REMEMBERING if "silent" not in CASES[case][1]]
@@ -45,7 +44,7 @@ def pretrained(family):
 
 @cache
 def audible(case):
-    """A model with gains that tests share and must not change."""
+    """A model with blends that tests share and must not change."""
     return fresh(case, memory_options={"silent": True})
 
 
@@ -69,44 +68,60 @@ def test_attached_memories_are_silent_until_they_are_trained(case, family, local
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_the_first_step_makes_it_heard(case):
-    """The gradient of a gain is of ordinary size, however small the gain."""
-    model, ids = attached(case).train(), tokens()
-    before = logits(model, ids)
-    model(ids, labels=ids).loss.backward()
-    gains = {index: memory.gain for index, memory in model.memories.items()}
-    for gain in gains.values():
-        assert 1e-6 < gain.grad.abs().max() < 1e3
-    torch.optim.Adam(gains.values(), lr=1e-2).step()
-    assert all(gain.detach().abs() == pytest.approx(1e-2, rel=1e-3) for gain in gains.values())
-    assert (logits(model, ids) - before).abs().max() > 1e-4
-
-
-def test_the_gradient_is_that_of_the_weight_itself():
-    """At the start, of the loss by |gain|: that of a gain a million times larger, in float64."""
-    model, ids = attached("elastic"), tokens()
-    model(ids, labels=ids).loss.backward()
-    exact = attached("elastic").double()
-    torch.nn.init.constant_(memory_of(exact).gain, 1e6 * SILENT)
-    exact(ids, labels=ids).loss.backward()
-    torch.testing.assert_close(memory_of(model).gain.grad.double(), memory_of(exact).gain.grad, atol=1e-6, rtol=1e-3)
-
-
-@pytest.mark.parametrize("case", ["elastic", "infini"])
-def test_it_learns_in_a_model_that_was_in_float16(case):
-    """Many checkpoints are, and float16 has no number as small as the first weight."""
-    model, half, ids = attached(case), attached(case).half().float(), tokens()
-    for one in (model, half):
-        one(ids, labels=ids).loss.backward()
-    torch.testing.assert_close(memory_of(half).gain.grad, memory_of(model).gain.grad, atol=1e-3, rtol=0.1)
-    assert memory_of(half).gain.grad.abs().max() > 1e-6
+def test_silence_does_not_depend_on_scores(case):
+    """Pretrained models may give memory's columns scores far above the block's, whatever small weight they had."""
+    model = attached(case)
+    without = em.attach_memory(pretrained("llama"), memory="none", block_size=BLOCK)
+    if CASES[case][1].get("memory_norm") == "qk":
+        pytest.skip("it changes what the block does without memory")
+    for one in (model, without):
+        for layer in one.model.layers:
+            layer.self_attn.q_proj.weight.data *= 50
+            layer.self_attn.k_proj.weight.data *= 50
+    ids = tokens()
+    torch.testing.assert_close(logits(model, ids), logits(without, ids), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_a_gain_of_one_is_a_memory_without_gain(case):
+def test_the_first_step_makes_it_heard(case):
+    model, ids = attached(case).train(), tokens()
+    before = logits(model, ids)
+    model(ids, labels=ids).loss.backward()
+    blends = {index: memory.blend for index, memory in model.memories.items()}
+    for blend in blends.values():
+        assert 1e-6 < blend.grad.abs().max() < 1e3
+    torch.optim.Adam(blends.values(), lr=1e-2).step()
+    assert all(blend.detach().abs() == pytest.approx(1e-2, rel=1e-3) for blend in blends.values())
+    assert (logits(model, ids) - before).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("case", ["elastic", "infini"])
+def test_the_gradient_at_zero_is_that_of_differences(case):
+    """A step to either side of zero: a blend may become negative."""
+    model, ids, step = attached(case).double(), tokens(), 1e-2
+
+    def loss():
+        return torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    loss().backward()
+    blend = memory_of(model).blend
+    found = []
+    with torch.no_grad():
+        for head in range(len(blend)):
+            losses = []
+            for value in (step, -step):
+                blend[head] = value
+                losses.append(loss())
+            blend[head] = 0
+            found.append((losses[0] - losses[1]) / (2 * step))
+    torch.testing.assert_close(torch.stack(found).to(blend), blend.grad, atol=2e-5, rtol=1e-2)  # norms are in float32
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_a_blend_of_one_is_a_memory_without_blend(case):
     model, ids = fresh(case, memory_options={"silent": True}), tokens()
     for memory in model.memories.values():
-        torch.nn.init.ones_(memory.gain)
+        torch.nn.init.ones_(memory.blend)
     torch.testing.assert_close(logits(model, ids), logits(small(case), ids), atol=2e-5, rtol=0)
 
 
@@ -139,19 +154,19 @@ class Columns(Memory):
 
 
 @given(
-    dim=st.integers(1, 20), queries=st.integers(1, 9), columns=st.integers(1, 9), kind=st.sampled_from("ghrs"),
+    dim=st.integers(1, 20), queries=st.integers(1, 9), columns=st.integers(1, 9), kind=st.sampled_from("brs"),
     rows=st.booleans(), causal=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=40)
 def test_scores_are_as_if_they_were_written_out(dim, queries, columns, kind, rows, causal):
-    """Against explicit scores in float64, gradients too: with gain, half precision, raw queries, added scores."""
+    """Against explicit scores in float64, gradients too: with a blend, raw queries, added scores."""
     generator = torch.Generator().manual_seed(dim)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()  # noqa: E731
     rotated, raw, key, value = draw(2, 4, queries, dim), draw(2, 4, queries, dim), *draw(2, 2, 2, 18, dim)
     key, value = (x[:, :, : queries + columns] for x in (key, value))
-    gain, score = draw(2, 4) if rows else draw(4), draw(2, 1, columns, 1)
+    blend, score = draw(2, 4) if rows else draw(4), draw(2, 1, columns, 1)
     memory = Columns(Geometry(8, 4, 2, dim, 1, 8))
-    memory.gain = torch.nn.Parameter(gain) if kind != "s" else None
+    memory.blend = torch.nn.Parameter(blend) if kind != "s" else None
     memory.raw_queries, memory.adds_score = kind == "r", kind in "rs"
     host = torch.nn.Module()
     host.head_dim, host.scaling = dim, 0.3
@@ -164,27 +179,26 @@ def test_scores_are_as_if_they_were_written_out(dim, queries, columns, kind, row
     remembered = (raw if kind == "r" else rotated) @ known.mT * 0.3
     if memory.adds_score:
         remembered = remembered + score.mT
-    if memory.gain is not None:
-        remembered = remembered + memory.gain.abs().log()[..., None, None]
     scores = torch.cat((remembered, rotated @ own.mT * 0.3), dim=3).masked_fill(~visible, -torch.inf)
-    exact = scores.softmax(-1) @ value.repeat_interleave(2, dim=1)
+    values = value.repeat_interleave(2, dim=1)
+    exact = scores.softmax(-1) @ values
+    if memory.blend is not None:
+        local = scores[..., columns:].softmax(-1) @ values[:, :, columns:]
+        exact = local + memory.blend[..., None, None] * (exact - local)
     torch.testing.assert_close(found, exact)
     weight = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
-    inputs = [rotated, key, value, *([memory.gain] if memory.gain is not None else [])]
+    inputs = [rotated, key, value, *([memory.blend] if memory.blend is not None else [])]
     ours, theirs = (torch.autograd.grad((x * weight).sum(), inputs, retain_graph=True) for x in (found, exact))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
-    if kind == "h":
-        nothing = with_features(rotated.half(), key.half(), 0.3, torch.zeros(4).half())[0]
-        assert nothing.isfinite().all()
 
 
 # -- saved and loaded --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_trained_gains_are_saved_and_restored(case, tmp_path):
-    model, ids = with_gains(attached(case)), tokens()
+def test_trained_blends_are_saved_and_restored(case, tmp_path):
+    model, ids = with_blends(attached(case)), tokens()
     model.save_pretrained(tmp_path / "model")
     loaded = em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
     assert torch.equal(logits(loaded, ids), logits(model, ids))
@@ -197,46 +211,46 @@ def test_trained_gains_are_saved_and_restored(case, tmp_path):
     torch.testing.assert_close(
         logits(loaded, more, past_key_values=again), logits(model, more, past_key_values=cache), **CLOSE
     )
-    with pytest.raises(ValueError, match="saved with gains"):
+    with pytest.raises(ValueError, match="saved with blends"):
         em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), silent=False)
 
 
-def test_models_saved_without_gains_stay_without(tmp_path):
+def test_models_saved_without_blends_stay_without(tmp_path):
     model = attached("elastic", silent=False)
     model.save_pretrained(tmp_path)
     assert "silent" not in json.loads((tmp_path / "config.json").read_text())["elastic_memory"]["memory_options"]
     loaded = em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path))
-    assert memory_of(loaded).gain is None and torch.equal(logits(loaded, tokens()), logits(model, tokens()))
-    with pytest.raises(ValueError, match="saved without gains"):
+    assert memory_of(loaded).blend is None and torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+    with pytest.raises(ValueError, match="saved without blends"):
         em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path), silent=True)
 
 
-def test_a_model_of_ours_keeps_its_gains(tmp_path):
+def test_a_model_of_ours_keeps_its_blends(tmp_path):
     model = fresh("elastic", memory_options={"silent": True})
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(em.MemoryLlamaForCausalLM.from_pretrained(tmp_path), tokens()), logits(model, tokens()))
     small("elastic").save_pretrained(tmp_path / "plain")
     silenced = em.MemoryLlamaForCausalLM.from_pretrained(tmp_path / "plain", memory_options={"silent": True})
-    assert memory_of(silenced).gain.tolist() == [0.0] * 4, "a gain that no file has starts silent"
+    assert memory_of(silenced).blend.tolist() == [0.0] * 4, "a blend that no file has starts at zero"
 
 
-# -- what is said of gains ---------------------------------------------------------------------------------------------
+# -- what is said of blends --------------------------------------------------------------------------------------------
 
 
-def test_gains_are_counted_shown_and_trained_as_gates_are():
+def test_blends_are_counted_shown_and_trained_as_gates_are():
     from elastic_memory.training.recipe import Recipe
 
     model = fresh("elastic", memory_options={"silent": True})
     assert model.memory_report()[0]["extra_parameters"] == 4
-    assert gates(memory_of(model))["gain"].tolist() == pytest.approx([1.5, 0.5, 0.5, 1.5])
+    assert gates(memory_of(model))["blend"].tolist() == pytest.approx([-0.5, 1 / 6, 5 / 6, 1.5])
     recipe = Recipe.model_construct(training=type("", (), dict(learning_rate=1.0, weight_decay=0.1, gate_lr_scale=7)))
-    (group,) = [group for group in parameter_groups(model, recipe) if memory_of(model).gain in set(group["params"])]
+    (group,) = [group for group in parameter_groups(model, recipe) if memory_of(model).blend in set(group["params"])]
     assert group["weight_decay"] == 0 and group["lr"] == 7
 
 
 def test_the_explorer_shows_what_is_heard():
     model = fresh("elastic", memory_options={"silent": True})
-    torch.nn.init.constant_(memory_of(model).gain, 1e-6)
+    torch.nn.init.constant_(memory_of(model).blend, 1e-6)
     (layer,) = views(model, tokens(1)[0], BLOCK)
     assert 0 < max(layer.shares) < 1e-3
 
@@ -252,8 +266,8 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_memories_of_our_own_models_have_no_gain_unless_asked(name):
-    assert not any(name.endswith("gain") for name, _ in small(name).named_parameters())
+def test_memories_of_our_own_models_have_no_blend_unless_asked(name):
+    assert not any(name.endswith("memory.blend") for name, _ in small(name).named_parameters())
 
 
 @pytest.mark.parametrize("case", ["elastic", "melodi", "memorizing"])
@@ -262,9 +276,9 @@ def test_compiled_it_computes_the_same(case):
     model = fresh(case, num_hidden_layers=1, memory_options={"silent": True}).train()
     ids = tokens(2, 3 * BLOCK - 2)
     loss = model(ids, labels=ids).loss
-    (exact,) = torch.autograd.grad(loss, [memory_of(model).gain])
+    (exact,) = torch.autograd.grad(loss, [memory_of(model).blend])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels=ids).loss
-    (found,) = torch.autograd.grad(compiled, [memory_of(model).gain])
+    (found,) = torch.autograd.grad(compiled, [memory_of(model).blend])
     torch.testing.assert_close(compiled, loss)
     torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-4)
 
@@ -272,12 +286,11 @@ def test_compiled_it_computes_the_same(case):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # whose norms leave queries in float32
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_it_is_silent_and_learns(dtype, family):
-    """Float16 has no numbers as small as the first weights and their gradients."""
     model, ids = attached("elastic", family).train(), tokens()
     model(ids, labels=ids).loss.backward()
-    exact, gain = memory_of(model).gain.grad.clone(), memory_of(model).gain
-    gain.grad = None
+    exact, blend = memory_of(model).blend.grad.clone(), memory_of(model).blend
+    blend.grad = None
     with torch.autocast("cpu", dtype):
         loss = model(ids, labels=ids).loss
     loss.backward()
-    assert (gain.grad - exact).norm() < 0.25 * exact.norm()
+    assert (blend.grad - exact).norm() < 0.25 * exact.norm()

@@ -34,19 +34,19 @@ def test_without_targets_adapters_go_where_they_go_in_llama(kind, peft, ids):
     assert all(parameter.grad.any() for parameter in adapted.parameters() if parameter.requires_grad)
 
 
-def test_gains_learn_beside_adapters_and_are_saved_when_merged(peft, ids, tmp_path):
+def test_blends_learn_beside_adapters_and_are_saved_when_merged(peft, ids, tmp_path):
     base = em.attach_memory(LlamaForCausalLM(LlamaConfig(**SHAPE)), layers=[1], order=11, points=5, block_size=8)
     model = peft.get_peft_model(base, peft.LoraConfig(**OPTIONS["LoraConfig"], task_type="CAUSAL_LM"))
     (memory,) = model.get_base_model().memories.values()
-    assert not memory.gain.requires_grad
-    memory.gain.requires_grad_()
+    assert not memory.blend.requires_grad
+    memory.blend.requires_grad_()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model(ids, labels=ids).loss.backward()
     optimizer.step()
     merged = model.eval().merge_and_unload()
     merged.save_pretrained(tmp_path)
     again = em.attach_memory(AutoModelForCausalLM.from_pretrained(tmp_path))
-    assert torch.equal(again.memories[1].gain, memory.gain) and memory.gain.abs().min() > 1e-3
+    assert torch.equal(again.memories[1].blend, memory.blend) and memory.blend.abs().min() > 1e-3
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, merged(ids).logits)
 

@@ -35,14 +35,16 @@ def tokens_of(places, seen):
 
 
 def both(layer, memory, query, remembered, own, mass=None):
-    """One softmax over memory and block; the scores of memory are raised by log |gain| and by log mass."""
+    """One softmax over memory and block, blended with attention to the block alone; memory's scores plus log mass."""
     here, root = range(query.shape[1]), query.shape[-1] ** 0.5
     rotated = layer.rope(query, here)
     scores = (query if memory.raw_queries else rotated) @ remembered[0].mT / root
     if mass is not None:
         scores = scores + mass.log()
-    if memory.gain is not None:
-        scores = scores + memory.gain.abs().log()[:, None, None]
     inside = rotated @ layer.rope(own[0], here).mT / root
-    scores = torch.cat((scores, inside), dim=2).masked_fill(~causal(len(here), scores.shape[2]), -torch.inf)
-    return scores.softmax(-1) @ torch.cat((remembered[1], own[1]), dim=1)
+    inside = inside.masked_fill(~causal(len(here), 0), -torch.inf)
+    together = torch.cat((scores, inside), dim=2).softmax(-1) @ torch.cat((remembered[1], own[1]), dim=1)
+    if memory.blend is None:
+        return together
+    share = memory.blend[:, None, None]
+    return (1 - share) * (inside.softmax(-1) @ own[1]) + share * together

@@ -21,7 +21,11 @@ def layer(layer, x, memory):
             key = torch.cat((layer.rope(stored_key, range(count)), key), dim=1)
             value = torch.cat((stored_value, value), dim=1)
         front = key.shape[1] - len(h)
-        h = layer.finish(h, attend(query, key, value, causal(len(h), front), memory.gain, front))
+        heads = attend(query, key, value, causal(len(h), front))
+        if memory.blend is not None and front:
+            alone = attend(query, key[:, front:], value[:, front:], causal(len(h), 0))
+            heads = alone + memory.blend[:, None, None] * (heads - alone)
+        h = layer.finish(h, heads)
         outputs.append(h[: len(block)])
         stored = mixed(layer, h[: len(block)], h[len(block) :])
     return torch.cat(outputs)

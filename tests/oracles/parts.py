@@ -50,12 +50,9 @@ def rms(x, epsilon=1e-5):
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
 
-def attend(query, key, value, mask=None, gain=None, columns=0):
-    """softmax(q k^T / sqrt(d)) v where `mask` allows it; exponentials of the first `columns` times |gain|."""
+def attend(query, key, value, mask=None):
+    """softmax(q k^T / sqrt(d)) v where `mask` allows it."""
     scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
-    if gain is not None:
-        first = (torch.arange(key.shape[1]) < columns).double()
-        scores = scores + gain.abs().log()[:, None, None] * first
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1) @ value

@@ -23,7 +23,7 @@ from elastic_memory.memory import MEMORIES
 from elastic_memory.report import attention_view, explorer
 from elastic_memory.report.explorer_server import Server
 from elastic_memory.sampling import SAMPLINGS
-from tests.memory.cases import with_gains
+from tests.memory.cases import with_blends
 
 TEXT = "In the beginning was the word </script><script>alert(1)</script> & naïve café 漢字. " * 4
 BLOCK = 32
@@ -92,7 +92,7 @@ def test_attention_is_what_the_layer_computes(memory, options, local, monkeypatc
     if local == "sliding" and MEMORIES[memory].no_sliding:
         pytest.skip("undefined")
     model, ids = tiny(memory, local_attention=local, memory_options=options), torch.randint(256, (3 * BLOCK + 5,))
-    with_gains(model)
+    with_blends(model)
     layers = {id(model.base_model.layers[i]): i for i, one in model.memories.items() if one.shares_softmax}
     mixed, values, before, caches = {}, {}, {}, []
     for index in layers.values():
