@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_memory.attention import window_mask
+from elastic_memory.attention import blended, window_mask
 from elastic_memory.evaluation.losses import evaluating
 from elastic_memory.operators import Bank
 from elastic_memory.shapes import Float, Int, Tensor
@@ -121,12 +121,11 @@ def attention(
     scores = torch.cat((asking @ of_memory + added, rotated @ of_block), dim=2)
     visible = window_mask(tokens, known.shape[1] - tokens, layer.window or tokens, query.device, columns.shape[1])
     scores = scores.masked_fill(~visible, -torch.inf)
-    weights, blend = scores.softmax(-1), layer.memory.blend
-    if blend is None or not columns.shape[1]:
+    weights = scores.softmax(-1)
+    if layer.memory.blend is None:
         return weights
-    local = scores[..., columns.shape[1] :].softmax(-1)
-    local = torch.nn.functional.pad(local, (columns.shape[1], 0))
-    return torch.lerp(local, weights, blend.float()[:, None, None])
+    alone = torch.nn.functional.pad(scores[..., columns.shape[1] :].softmax(-1), (columns.shape[1], 0))
+    return blended(alone, weights, layer.memory.blend)
 
 
 def _look(
