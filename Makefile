@@ -70,7 +70,7 @@ bench: $(READY)  ## a short version of the benchmarks
 	$(VENV)/bin/elastic bench
 
 H200 := benchmarks/results/$$what-h200-$(shell date +%F).json
-bench-gpu:       ## every figure of docs/speed.md, on a machine with one H200: half an hour
+bench-gpu:       ## most tables of docs/speed.md, on a machine with one H200: half an hour
 	PYTHONPATH=. $(PYTHON) benchmarks/operators.py --device cuda --out benchmarks/results
 	what=decoding; PYTHONPATH=. $(PYTHON) benchmarks/decoding.py --preset 100m --rows 1 64 --out $(H200)
 	what=streaming; PYTHONPATH=. $(PYTHON) benchmarks/streaming.py --preset 100m --batches 1 64 --full --out $(H200)

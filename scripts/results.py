@@ -39,15 +39,15 @@ How to read the tables:
 
 - **The paper's values are in brackets.** The corpora `books`, `proofs` and `edu` replace PG-19, Proof-Pile and
   FineWeb-Edu. They are far smaller: perplexities on them cannot be compared with the paper's.
-- **One seed is too few to rank models.** {seeds} Perplexities
-  differ by up to {block_0:.0%} even in block 0, where no memory can help, although all models start from the same
-  weights and see the same samples in the same order.
+- **One seed is too few to rank models.** {seeds} All models start
+  from the same weights and see the same samples in the same order. Still, perplexities differ by up to {block_0:.0%}
+  in block 0, where no memory can help.
 - **The gain from memory is in parentheses:** how much the perplexity of a model rises when its memory is erased.
-  Trained without it, the model might have learned to do without. The first table adds a second control, with the same
-  limit.
+  It may overstate what memory is worth: trained without memory, the model might not need it. The first table adds a
+  second control with the same limit.
 - **Infini-Transformer has {infini:.1f} times the memory of the others:** its heads fix the size.
-- **`proofs` has two data hashes,** 25ef764e and 04c7a0f0. The rows are the same; the newer hash covers more settings
-  of the tokenizer.
+- **`proofs` has two data hashes,** 25ef764e and 04c7a0f0, for the same rows. The newer hash covers more settings of
+  the tokenizer.
 """
 
 PICTURES = {
@@ -63,11 +63,11 @@ MEASURED = {
 }  # fmt: skip
 
 RECALL = """\
-**Recall.** A passkey of two tokens is given in one block and asked for up to 64 blocks later; models were trained on
-distances of up to 8 (grey). Without memory the passkey is lost. Elastic Memory loses it slowly; grown eightfold
-after training, it keeps it. Memories that look up by content (Infini, Means) hardly forget. Memorizing's queue ends
-after four blocks. Melodi did not learn the task in the 1,200 steps that all models had. Mean of three seeds; all
-memories and numbers: [evaluation](docs/evaluation.md#recall).
+**Recall.** A two-token passkey is shown in one block and queried up to 64 blocks later. Training used distances of up
+to 8 (grey). Without memory, recall is at chance. Elastic Memory with uniform sampling degrades beyond the trained
+distances; with eight times the order at test time it hardly does. Infini and Means look up by content and lose little
+with distance. Memorizing's queue holds four blocks. Melodi did not learn the task within 1,200 steps, the budget of
+every model. Mean of three seeds; all numbers: [evaluation](docs/evaluation.md#recall).
 Record: [recall-small.json](results/recall-small.json).
 
 ![Recall by distance](results/recall-small.png)
@@ -79,13 +79,13 @@ SHOWN = (
 
 ELASTIC = ("Elastic Memory, uniform", "Elastic Memory, exponential")
 LANGUAGE = """\
-**Language modelling.** Models of {parameters:.0f}M parameters, each trained on {tokens:.0f}M tokens. One seed is too
-few to rank them by perplexity, which differs by up to {block_0:.0%} even in block 0, where no memory can help. {seeds}
-What a model draws from its memory can be measured within a run, by two controls, which agree to {gap:.1f} points.
-Both may overstate what memory is worth. {better} on every corpus (Infini's memory is {infini:.1f} times as large). The
-picture shows the first control by block, on mathematical text (`proofs`). Of {claims} claims of the paper {verdicts}.
-All numbers, the claims one by one, and how to read them:
-[results](results/README.md). Record: [main-small.json](results/main-small.json).
+**Language modelling.** Models of {parameters:.0f}M parameters, each trained on {tokens:.0f}M tokens. {seeds}
+One seed is too few to rank models: perplexity differs by up to {block_0:.0%} even in block 0, where no memory can help.
+The first table therefore measures the gain from memory within each run, by two controls, which agree to {gap:.1f}
+points. Both may overstate what memory is worth. {better} on every
+corpus (Infini's memory is {infini:.1f} times as large). The picture shows the first control by block on `proofs`,
+mathematical text. Of {claims} claims of the paper {verdicts}.
+All numbers, and how to read them: [results](results/README.md). Record: [main-small.json](results/main-small.json).
 """
 
 
@@ -105,13 +105,13 @@ def known(root: Path) -> dict[str, Any]:
     return {
         "parameters": first["parameters"] / 1e6,
         "tokens": first["tokens"] / 1e6,
-        "seeds": f"{one} of {len(models)} models have only one so far." if one else "All models have several.",
+        "seeds": f"{one} of {len(models)} models have one seed so far." if one else "All models have several.",
         "block_0": max(max(found) / min(found) - 1 for found in by_corpus.values()),
         "infini": size["Infini-Transformer"] / size["Elastic Memory, exponential"],
         **compared_gains(root),
         "claims": len(judged),
         "verdicts": f"{held} hold, {not_held} do not, {open_ones} are undecided, and "
-        f"{len(judged) - held - not_held - open_ones} lack numbers",
+        f"{len(judged) - held - not_held - open_ones} are not fully measured yet",
     }
 
 
@@ -186,14 +186,14 @@ def plan(root: Path) -> str:
     columns = [
         "recipe",
         "models",
-        "tokens/s a GPU, first model",
+        "tokens/s per GPU, first model",
         "measured",
         "hours, first model",
         "hours, all",
         "cost, all",
     ]
     note = (
-        f"40B tokens a model on {devices} H200 at {price} a GPU and hour, scaled from the runs in `results/runs`. "
+        f"40B tokens per model on {devices} H200 at {price} per GPU-hour, scaled from the runs in `results/runs`. "
         "Measured: training steps of the first model ([speed](speed.md))."
     )
     return Table("The plan", columns, rows, note).markdown()

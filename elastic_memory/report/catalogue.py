@@ -26,12 +26,11 @@ import elastic_memory as em
 config = em.MemoryLlamaConfig.preset("100m", memory="infini", memory_options={"update": "linear"})
 ```
 
-Which mechanisms are there, and how do they differ? All of them run on the same backbone behind one contract
-(`memory/contract.py`), so a comparison differs in the mechanism and in nothing else. `memory_options` takes the options
-listed below, except for `order`, `points`, `sampling` and `sampling_options`, which are settings of the configuration
-(`memory_order`, `memory_points`, `sampling`, `sampling_options`). Every memory also takes `detach_every`: gradients are
-cut every so many blocks; and `silent`: a learned blend per head that starts at zero
-([silent start](choices.md#silent-start)). Gates and blends have a learning rate scale in training recipes,
+All memories run on the same backbone behind one contract (`memory/contract.py`), so models differ in the mechanism
+alone. `memory_options` takes the options listed below, except `order`, `points`, `sampling` and `sampling_options`,
+which are settings of the configuration (`memory_order`, `memory_points`, `sampling`, `sampling_options`). Every memory
+also takes `detach_every`: gradients are cut every so many blocks; and `silent`: a learned blend per head that starts at
+zero ([silent start](choices.md#silent-start)). Training recipes scale the learning rate of gates and blends by
 `gate_lr_scale`."""
 
 NOTE = f"""\

@@ -39,9 +39,8 @@ def headline(root: Path) -> str:
         f"On one H200 the 100m model without memory trains at {ours['tokens_per_s'] / 1e3:.0f}k tokens/s on samples of "
         f"32,768 tokens, {ours['tokens_per_s'] / theirs['tokens_per_s']:.1f} times as fast as transformers' Llama with "
         f"full attention. Elastic Memory trains at {small:.0%} of the baseline's throughput at 1x and at {large:.0%} "
-        f"at 16x (runs interleaved in one process). Decoding after a million tokens runs at {flat:.2f} times the speed "
-        "after two thousand. "
-        "Details: [docs/speed.md](docs/speed.md).\n"
+        f"at 16x (runs interleaved in one process). Decoding after a million tokens is {flat:.2f} times as fast as "
+        "after two thousand. Details: [docs/speed.md](docs/speed.md).\n"
     )
 
 
@@ -168,8 +167,8 @@ def generate(root: Path) -> str:
     note = (
         f"Preset {record['preset']}, bf16, prompts of {first['prompt']:,} tokens, whose prefill does not count. A warm "
         f"model gives its second token {after:.0f} ms after a prefill of {first['prefill_ms']:.0f} ms. A prompt of "
-        f"{long['prompt']:,} tokens is read at {long['tokens_per_s'] / 1e3:,.0f}k tokens/s. Share of 64 tokens before "
-        f"the first that differs from the plain path's: {same}. {record['device']}, torch {record['torch']}, "
+        f"{long['prompt']:,} tokens is read at {long['tokens_per_s'] / 1e3:,.0f}k tokens/s. Share of 64 tokens that "
+        f"agree with the plain path before the first difference: {same}. {record['device']}, torch {record['torch']}, "
         f"transformers {record['transformers']}, commit {record['environment']['commit']}."
     )
     return Table("generate", ["batch", "model", "tokens/s", "times Llama"], rows, note).markdown()

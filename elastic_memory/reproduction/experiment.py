@@ -264,8 +264,8 @@ def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
     parts.append(lab.tier.caution)
     if any(map(_gains, entries)):
         parts.append(
-            "In parentheses the gain from memory: how much higher the perplexity of the same model is when its memory "
-            "is erased at every block (P4)."
+            "In parentheses the gain from memory: how much the perplexity of a model rises when its memory is erased "
+            "at every block (P4)."
         )
     protocols = dict.fromkeys(how["protocol"] for metric, how in measured if metric == "ppl")
     parts += [f"PPL[{text}]." for text in protocols if not ("corrupt=" in text or "sampling=" in text)]

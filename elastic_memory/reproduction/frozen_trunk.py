@@ -17,26 +17,26 @@ NOTE = (
     "{model}, {corpus}, sliding attention over {window:,} tokens in all layers, a memory of order {order:,} in layer "
     "{layer}. {start} Only the attention of that layer and the memory are trained, on {tokens:,} tokens in rows of "
     "{length:,}; {rows} test rows of {twice:,}. The first window is a control: memory is empty there. Differences are "
-    "in perplexity beyond the window, in brackets their 95% intervals over documents; where a design has several "
-    "seeds, which train on different rows, the difference of each seed follows, and perplexities are means. {recall}"
-    "LongPPL: {keys:,} key tokens, found by the untouched model. Not a table of the paper. Measured on {hardware}, "
-    "torch {torch}, commit {commit}."
+    "in perplexity beyond the window, with 95% intervals over documents. If a design has several seeds, perplexities "
+    "are means over them, and the difference of each seed follows; seeds train on different rows. {recall}LongPPL: "
+    "{keys:,} key tokens, found by the untouched model. Not a table of the paper. Measured on {hardware}, torch "
+    "{torch}, commit {commit}."
 )
 ADAPTED = "All designs start from the model fine-tuned on {tokens:,} tokens under that window, without memory."
 UNTOUCHED = "All designs start from the untouched model."
 RECALL = (
-    "Recall: by how many nats per token a repeated span of {span} tokens is likelier than the same span in a text "
-    "where it is new, by the distance to its first occurrence; {copy_rows} rows. "
+    "Recall: how much likelier, in nats per token, a repeated span of {span} tokens is than the same span in another "
+    "text, where it is new, by the distance to its first occurrence; {copy_rows} rows. "
 )
 
 SUMMARY = """\
 **In a pretrained model.** SmolLM2-135M with a sliding window of {window:,} tokens gets a memory in one layer, and only
-that layer's attention is trained. Perplexity beyond the window falls by {rival:.1%} with the control, a window wider by
-as many floats; by {first:.1%} with the best memory of that size, "{best}"; by {alone:.1%} with elastic memory.
+that layer's attention is trained. At equal size, perplexity beyond the window falls by {rival:.1%} with a wider window
+(the control), by {first:.1%} with "{best}" (the best memory), and by {alone:.1%} with elastic memory.
 {verdict}All designs: [attach](docs/attach.md#which-memory).
 Record: [{name}](benchmarks/results/{name}).
 """
-VERDICT = "No memory of that size is as good as the wider window here.\n"
+VERDICT = "Here no memory is as good as the wider window.\n"
 
 
 def summary(root: Path) -> str:

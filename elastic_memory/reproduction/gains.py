@@ -16,11 +16,10 @@ from elastic_memory.reproduction.real_measures import Documents, difference
 BASE = "Transformer++"
 
 NOTE = (
-    "Erased: by how much the perplexity of a model rises when its memory is erased at every block (P4); in brackets "
-    "the 95% interval over documents. From block 0, where memory is empty: by how much more perplexity falls from "
-    "there to whole rows than in Transformer++. Seeds: {seeds}. Both show what a model draws from its memory, and may "
-    "overstate what memory is worth: a model that learned to rely on it may be worse without it, in block 0 too, than "
-    "one trained without it."
+    "Erased: rise in perplexity when the memory is erased at every block (P4), with its 95% interval over documents. "
+    "From block 0: memory is empty in block 0; the column shows how much more perplexity falls from block 0 to the "
+    "whole row than it does in Transformer++. Seeds: {seeds}. Both may overstate what memory is worth: a model that "
+    "relies on its memory may be worse without it, in block 0 too, than a model trained without memory."
 )
 
 

@@ -346,10 +346,10 @@ def summary(judged: list[dict[str, Any]], tier: str) -> Table:
         counts = [verdicts.count(verdict) for verdict in (HELD, NOT_HELD, UNDECIDED, MISSING)]
         rows.append([f"{entry['section']}: {entry['text']}", entry["verdict"], " / ".join(map(str, counts))])
     note = (
-        f"Tier {tier}. Comparisons held / not held / undecided / not measured yet. A difference between models is "
-        "decided where it exceeds the variation between seeds, one between two readings of the same models where it "
-        "exceeds the variation between documents (95%); one run alone decides nothing. Speeds (3.7) are those of "
-        f"`{SPEED}`, decided where they differ by more than two measurements of the same operations. "
+        f"Tier {tier}. Comparisons held / not held / undecided / not measured yet. A difference between two models "
+        "must exceed the variation between seeds, so single runs decide nothing. A difference between two readings of "
+        f"one model must exceed the variation between documents (95%). Speeds (3.7) are those of `{SPEED}`; they must "
+        "differ by more than two measurements of the same operations. "
         f"Made by `elastic reproduce claims --tier {tier}`."
     )
     return Table("The paper's claims, checked", ["claim", "verdict", "comparisons"], rows, note)

@@ -64,8 +64,8 @@ TIERS = {
         probed=4,
         batch=16,
         reference=SMOLLM2,
-        caution="A third of the paper's parameters, a quarter of its lengths, and corpora of our own that stand "
-        "for the paper's.",
+        caution="A third of the paper's parameters, a quarter of its lengths, and our own corpora in place of the "
+        "paper's.",
     ),
     "medium": Tier(
         summary="the paper's sizes, 1% of its tokens",
@@ -83,7 +83,7 @@ TIERS = {
         probed=4,
         batch=4,
         reference=SMOLLM2,
-        caution="The paper's models and lengths, a hundredth of its tokens, and corpora of our own that stand for the "
+        caution="The paper's models and lengths, a hundredth of its tokens, and our own corpora in place of the "
         "paper's.",
     ),
     "paper": Tier(

@@ -181,11 +181,11 @@ def _table(rows: Sequence[dict[str, Any]], plan: Setup) -> Table:
         f"layer; {plan.tokens / 1e6:g}M tokens of fine-tuning on rows of {plan.length:,}, the same for all; "
         f"{plan.rows} rows of the test split. In brackets the 95% interval over documents of the paired difference; "
         "it does not include the spread between seeds. The first window is a control: memory is empty there. Recall: "
-        "by how many nats per token a repeated span of text is likelier than the same span in a text where it is "
-        "new, by the distance to its first occurrence. LongPPL: the untouched model finds the key tokens. Full "
-        "attention and attention sinks are the untouched model, not fine-tuned; full attention breaks beyond the "
-        "positions that it was trained for. Training speeds are those of processes that shared a GPU; decoding is "
-        "shown if it ran alone. Not a table of the paper.",
+        "how much likelier, in nats per token, a repeated span of text is than the same span in another text, where "
+        "it is new, by the distance to its first occurrence. LongPPL: the untouched model finds the key tokens. Full "
+        "attention and attention sinks use the untouched model; full attention breaks beyond the positions that it "
+        "was trained for. Training speeds are of processes that shared a GPU; decoding is shown if it ran alone. Not "
+        "a table of the paper.",
     )  # fmt: skip
 
 
