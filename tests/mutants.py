@@ -245,7 +245,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("asking, known = attention.looking(asking, unrotated, known, reading)", "pass", "with_masks and elastic"),
     ],
     ("elastic_memory/fast/summary_tokens.py", "tests/memory/test_silent.py"): [
-        ("if reading and memory.blend is not None:", "if False:", "melodi and heard"),
+        ("if before and memory.blend is not None:", "if False:", "melodi and heard"),
     ],
     ("elastic_memory/model/attach.py", "tests/memory/test_silent.py"): [
         ("if again and silent not in (None, had):", "if False:", "saved or restored"),
