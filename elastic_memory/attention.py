@@ -129,7 +129,7 @@ def with_score(
     return torch.cat((query, asking), dim=-1), torch.cat((key, score.to(key.dtype).expand(*key.shape[:3], 1)), dim=-1)
 
 
-def multiple_of_8(*tensors: Float[Tensor, "_ _ _ _"]) -> list[Tensor]:
+def pad_to_multiple_of_8(*tensors: Float[Tensor, "_ _ _ _"]) -> list[Tensor]:
     """With zeros for features up to the largest and a multiple of 8, which the fastest attention kernels need."""
     dim = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     return [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]

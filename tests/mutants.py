@@ -242,7 +242,11 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("return mixed if self.memory.blend is None else", "return mixed if True else", "heard"),
     ],
     ("elastic_memory/model/all_blocks.py", "tests/fast/test_windows.py"): [
-        ("asking, known = attention.looking(asking, unrotated, known, reading)", "pass", "with_masks and elastic"),
+        (
+            "asking, known = attention.memory_query_key(asking, unrotated, known, reading)",
+            "pass",
+            "with_masks and elastic",
+        ),
     ],
     ("elastic_memory/fast/summary_tokens.py", "tests/memory/test_silent.py"): [
         ("if before and memory.blend is not None:", "if False:", "melodi and heard"),

@@ -300,6 +300,6 @@ def _is_plain(layer: Any, backbone: Any) -> bool:
         and not hasattr(attention, "q_norm")
         and (memory.shares_softmax or not memory.start(1, "meta"))
         and memory.prepare is None
-        and attention.scores_alike
+        and attention.plain_scores
         and memory.blend is None
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elastic_memory.attention import multiple_of_8
+from elastic_memory.attention import pad_to_multiple_of_8
 from elastic_memory.fast.kernels import agrees, largest
 from elastic_memory.memory.contract import Heads
 from elastic_memory.shapes import Float, Tensor
@@ -129,7 +129,7 @@ def _by_sample(x: Float[Tensor, "rows token ..."], batch: int) -> Float[Tensor, 
 def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """Attention [batch, token, head, dim], and the logarithms of its sums [batch, head, token]."""
     dim = value.shape[-1]
-    query, key, value = multiple_of_8(query, key, value)
+    query, key, value = pad_to_multiple_of_8(query, key, value)
     mixed, sums = _flash_forward(query, key, value, scale, window)
     return mixed[..., :dim].contiguous(), sums.contiguous()
 
@@ -139,7 +139,7 @@ def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, sums: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = [x.shape[-1] for x in (query, key, value)]
-    query, key, value, gradient, mixed = multiple_of_8(query, key, value, gradient, mixed)
+    query, key, value, gradient, mixed = pad_to_multiple_of_8(query, key, value, gradient, mixed)
     found = _flash_backward(gradient, query, key, value, mixed, sums, scale, window)
     grad_query, grad_key, grad_value = (x[..., :dim].contiguous() for x, dim in zip(found, dims, strict=True))
     return grad_query, grad_key, grad_value

@@ -73,8 +73,8 @@ class MemoryBackbone(Mixed):
         source = rows.align(source) if rows else source
         hidden = self.residual(self.embed_tokens(source) if input_ids is not None else source)
         every = []
-        spans = [layer.span(hidden.shape[1]) for layer in self.layers]
-        before, behind = (max(ends) for ends in zip(*spans, strict=True))
+        positions = [layer.positions(hidden.shape[1]) for layer in self.layers]
+        before, behind = (max(counts) for counts in zip(*positions, strict=True))
         # `Rope` needs the type and device of `hidden` only; compiled graphs would also depend on its length.
         rope = Rope(self.rotary_emb, hidden.new_empty(()), before, behind)
         if output_hidden_states:

@@ -124,7 +124,7 @@ class LayerCache:
             columns = self.block_columns(rows, size)
             count = self.counts[rows[0]]
             reading = tuple(part[rows][:, :, :count] for part in self.reading) if count and self.reading else None
-            block = block._replace(tail=layer.behind(block.output, rope, columns, reading))
+            block = block._replace(tail=layer.tail_output(block.output, rope, columns, reading))
         window, leaving = (None, block) if self.window_size is None else self._slid(rows, block, seen, rope)
         self._write(rows, leaving, seen - self.lag, layer.host(rope), window)
         layer.put_back(fetched)
