@@ -282,7 +282,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if not 0 < raw < order:", "if False:", "idle"),
     ],
     ("elastic_memory/memory/outliers.py", "tests/memory/test_outliers.py"): [
-        ("return distance / distance.mean(2, keepdim=True).clamp(min=1e-30)", "return distance", "oracle"),
+        ("return error / error.mean(2, keepdim=True).clamp(min=1e-30)", "return error", "oracle"),
     ],
 }
 MUTANTS = [Mutant(*place, *change) for place, changes in GUARDS.items() for change in changes]

@@ -24,7 +24,7 @@ from elastic_memory.shapes import Bool, Float, Tensor
 
 
 class Queue(NamedTuple):
-    """Raw keys and values, newest last; zeros where nothing came yet."""
+    """Raw keys and values, newest last; zeros while there are fewer."""
 
     key: Float[Tensor, "batch kv_head order dim"]
     value: Float[Tensor, "batch kv_head order dim"]

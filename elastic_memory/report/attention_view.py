@@ -124,9 +124,8 @@ def attention(
     weights, blend = scores.softmax(-1), layer.memory.blend
     if blend is None or not columns.shape[1]:
         return weights
-    local = scores[..., columns.shape[1] :].softmax(-1)
-    local = torch.nn.functional.pad(local, (columns.shape[1], 0))
-    return torch.lerp(local, weights, blend.float()[:, None, None])
+    alone = torch.nn.functional.pad(scores[..., columns.shape[1] :].softmax(-1), (columns.shape[1], 0))
+    return torch.lerp(alone, weights, blend.float()[:, None, None])
 
 
 def _look(
