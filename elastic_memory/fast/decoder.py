@@ -57,7 +57,7 @@ class Decoder:
         self.seen = torch.zeros_like(ids)
         self.counts = [torch.zeros_like(ids) for _ in self.streams]
         self.remembered = [self._remembered(stream) for stream in self.streams]
-        self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
+        self.buffers = [stream.new_buffers(self.size, backbone) for stream in self.streams]
         self.readings = [stream.reading and tuple(part.clone() for part in stream.reading) for stream in self.streams]
         self.shapes, self.settled = self._shapes(streams), self.conditions(backbone, streams)
         self.kernels = _kernels(ids.device)
@@ -176,7 +176,7 @@ class Decoder:
         self.positions.copy_(torch.tensor(opened)[:, None])
         self.seen.copy_(torch.tensor(seen)[:, None])
         for index, stream in enumerate(streams):
-            stream.move(self.buffers[index])
+            stream.move_to(self.buffers[index])
             self.counts[index].copy_(torch.tensor(stream.counts)[:, None])
             self.remembered[index].copy_(self._remembered(stream))
             for ours, theirs in zip(self.readings[index] or (), stream.reading or (), strict=True):
