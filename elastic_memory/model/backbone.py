@@ -24,7 +24,7 @@ class MemoryBackbone(Mixed):
 
     def rope(self, size: int = 0) -> Rope:
         """Rotary positions of this model, with a table for blocks of `size` tokens."""
-        device = next(self.rotary_emb.buffers()).device  # embeddings may be offloaded
+        device = next(self.rotary_emb.buffers()).device  # embeddings may be offloaded: ask the rotary tables
         return Rope(self.rotary_emb, self.embed_tokens.weight.new_empty((), device=device), size=size)
 
     def offloaded(self) -> bool:
@@ -125,10 +125,7 @@ class MemoryBackbone(Mixed):
 
 
 def check_mask(mask: Tensor, rows: int, columns: int, before: int | None = None) -> None:
-    """Refuse a mask that does not say of every token whether it is real.
-
-    It may speak of tokens read before, too: of all of them, if it is known that there were `before`.
-    """
+    """Refuse a mask that does not fit the new tokens, or all tokens; of those, `before` were read earlier, if known."""
     fits = mask.ndim == 2 and mask.shape[0] == rows and mask.shape[1] >= columns
     if not fits or (before is not None and mask.shape[1] not in (columns, before + columns)):
         after = f" after {before}" if before else ""
@@ -159,7 +156,7 @@ def check_columns(source: Tensor) -> None:
 
 
 def _refuse(config: Any, source: Any, mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Refuse what would have to be ignored."""
+    """Refuse arguments that would have to be ignored."""
     if options.get("output_attentions", config.output_attentions):
         raise ValueError("output_attentions: fused attention kernels do not return their weights")
     if not options.get("is_causal", True):
