@@ -60,7 +60,7 @@ def _error(device: str, dim: int, dtype: torch.dtype) -> float:
 
 
 def causal(query: Tokens, key: Tokens, value: Tokens, scale: float | None = None) -> Tokens:
-    """The queries are the last of the keys' tokens: each sees itself and every key before it."""
+    """Causal attention of the last of the keys' tokens: each query sees its own key and every key before it."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return _forward(query, key, value, scale)[0]
 

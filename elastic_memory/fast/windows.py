@@ -60,7 +60,7 @@ def _error(device: str, dim: int, dtype: torch.dtype) -> float:
 
 
 def _plain(tensors: Sequence[Tensor], window: int) -> Tensor:
-    """`attend` spelled out, for one part of memory: the `late` queries of the last tokens see its columns, too."""
+    """A plain `attend` for one part of memory: the last tokens, with queries `late`, also see its columns."""
     query, late = tensors[0], tensors[3]
     groups = query.shape[1] // tensors[1].shape[1]
     key, value, known, held = (tensors[index].repeat_interleave(groups, dim=1) for index in (1, 2, 4, 5))
@@ -121,7 +121,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _by_sample(x: Float[Tensor, "rows token ..."], batch: int) -> Float[Tensor, "batch all ..."]:
-    """The blocks of each sample one after the other."""
+    """Blocks as rows -> samples as rows, with their blocks in sequence."""
     return x.unflatten(0, (batch, -1)).flatten(1, 2)
 
 
@@ -184,5 +184,5 @@ def _flash_backward(
 
 
 def _sides(window: int) -> tuple[int, int]:
-    """Tokens that are seen before and after a token, as FlashAttention counts them; -1 is all."""
+    """How many tokens a token sees to its left and right, as FlashAttention counts them; -1: all."""
     return (-1, -1) if window == ALL else (window - 1, 0)

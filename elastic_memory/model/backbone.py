@@ -125,7 +125,7 @@ class MemoryBackbone(Mixed):
 
 
 def check_mask(mask: Tensor, rows: int, columns: int, before: int | None = None) -> None:
-    """Refuse a mask that does not fit the new tokens, or all tokens; of those, `before` were read earlier, if known."""
+    """Refuse a mask that fits neither the new tokens nor all of them; `before`: those read earlier, if known."""
     fits = mask.ndim == 2 and mask.shape[0] == rows and mask.shape[1] >= columns
     if not fits or (before is not None and mask.shape[1] not in (columns, before + columns)):
         after = f" after {before}" if before else ""

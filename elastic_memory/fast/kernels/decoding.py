@@ -43,7 +43,7 @@ def _begin(EARLY: tl.constexpr):
 
 @triton.jit
 def _wait(EARLY: tl.constexpr):
-    """Until the kernel ahead has ended."""
+    """Wait until the previous kernel has ended."""
     if EARLY:
         gdc_wait()
 
@@ -70,7 +70,7 @@ def _add_product(total, x, tile):
 
 @triton.jit
 def _rows_of(x, row, column, batch, COLUMNS: tl.constexpr):
-    """Part of a matrix of `batch` rows."""
+    """Load part of a matrix of `batch` rows."""
     inside = (row < batch)[:, None] & (column < COLUMNS)[None, :]
     return tl.load(x + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
 
@@ -284,7 +284,7 @@ def _contract(
 
 
 def _early(x: Tensor) -> dict[str, Any]:
-    """Whether kernels may overlap, and what the launch must say then."""
+    """Launch options: whether kernels may overlap."""
     early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"EARLY": early} | ({"launch_pdl": True} if early else {})
 
@@ -298,7 +298,7 @@ def _cut(batch: int, columns: int) -> dict[str, int]:
 
 
 def _padded(size: int) -> int:
-    """To what a tile's sides and tensor cores allow."""
+    """The size of a tile's side: a power of 2, and at least 16 for tensor cores."""
     return max(triton.next_power_of_2(size), 16)
 
 
@@ -307,7 +307,7 @@ def _grid(batch: int, units: int, cut: dict[str, int]) -> tuple[int, int]:
 
 
 def _normed_rows(hidden: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """Several rows after their norm; a single one gets it inside the product."""
+    """The RMS norm of several rows; a single row is normalised inside the product."""
     return hidden if len(hidden) == 1 else torch.nn.functional.rms_norm(hidden, gain.shape, gain, epsilon)
 
 
