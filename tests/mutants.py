@@ -243,7 +243,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("elastic_memory/model/all_blocks.py", "tests/fast/test_windows.py"): [
         (
-            "asking, known = attention.memory_query_key(asking, unrotated, known, reading)",
+            "own_query, memory_key = attention.memory_query_key(own_query, unrotated, memory_key, reading)",
             "pass",
             "with_masks and elastic",
         ),

@@ -230,8 +230,8 @@ def _decode_layer(
     for name, new, place in (("key", rotated_key, columns), ("value", value, columns), ("raw", key, positions)):
         if name in buffers:
             buffers[name].scatter_(2, place[:, None, :, None].expand_as(new), new.to(buffers[name].dtype))
-    known, held = (buffers[name][:, :, : mask.shape[-1]] for name in ("key", "value"))
-    output = after(hidden, layer.self_attn.mix(query, rotated, known, held, reading, mask, visible))
+    keys, values = (buffers[name][:, :, : mask.shape[-1]] for name in ("key", "value"))
+    output = after(hidden, layer.self_attn.mix(query, rotated, keys, values, reading, mask, visible))
     if "output" in buffers:
         kept = output.to(buffers["output"].dtype)
         buffers["output"].scatter_(1, positions[:, :, None].expand_as(kept), kept)

@@ -63,13 +63,13 @@ def _plain(tensors: Sequence[Tensor], window: int) -> Tensor:
     """A plain `attend` for one part of memory: the last tokens, with queries `late`, also see its columns."""
     query, late = tensors[0], tensors[3]
     groups = query.shape[1] // tensors[1].shape[1]
-    key, value, known, held = (tensors[index].repeat_interleave(groups, dim=1) for index in (1, 2, 4, 5))
+    key, value, memory_key, memory_value = (tensors[index].repeat_interleave(groups, dim=1) for index in (1, 2, 4, 5))
     tokens, early = query.shape[2], query.shape[2] - late.shape[2]
     place = torch.arange(tokens, device=query.device)
     distance = place[:, None] - place
     scores = (query @ key.mT).masked_fill((distance < 0) | (distance >= window), -torch.inf)
-    beside = F.pad(late @ known.mT, (0, 0, early, 0), value=-torch.inf)
-    return (torch.cat((beside, scores), 3) * query.shape[-1] ** -0.5).softmax(3) @ torch.cat((held, value), 2)
+    beside = F.pad(late @ memory_key.mT, (0, 0, early, 0), value=-torch.inf)
+    return (torch.cat((beside, scores), 3) * query.shape[-1] ** -0.5).softmax(3) @ torch.cat((memory_value, value), 2)
 
 
 def attend(query: Heads, key: Heads, value: Heads, window: int, scale: float, parts: Sequence[SoftmaxPart]) -> Heads:

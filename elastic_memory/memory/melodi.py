@@ -75,7 +75,7 @@ class MelodiMemory(SummaryTokenMemory):
         return self.summary
 
     def read(self, state: State, seen: int, host: Host) -> Reading:
-        """The layer's own keys and values of z, which stands right before the block."""
+        """The layer's own keys and values of z, at positions right before the block."""
         key, value = host.project(self.front(state))
         return host.rope(key, torch.arange(-self.order, 0, device=key.device)), value
 

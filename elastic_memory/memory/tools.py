@@ -43,13 +43,13 @@ def group_by_size(blocks: int, readings: Sequence[Reading], alone: int = 1) -> l
 
 
 def real_features(dim: int, stored: int, device: torch.device | None = None) -> Bool[Tensor, " stored"]:
-    """Which of a head's `stored` features are among its `dim` real ones: padding stands behind either half."""
+    """Which of a head's `stored` features are among its `dim` real ones: each half ends with padding."""
     half = torch.arange(stored // 2, device=device) < dim // 2
     return torch.cat((half, half))
 
 
 def padded(weight: Float[Tensor, "head dim"], stored: int) -> Float[Tensor, "head stored"]:
-    """Weights of a head's real features as weights of its stored ones: zeros stand behind either half."""
+    """Weights of a head's real features as weights of its stored ones: each half ends with zeros."""
     halves = weight.unflatten(1, (2, -1))
     return torch.nn.functional.pad(halves, (0, stored // 2 - halves.shape[2])).flatten(1)
 

@@ -115,11 +115,10 @@ def _slide(
     attention, parts = layer.self_attn, []
     for first, last, reading in group_by_size(query.shape[1], readings, alone=0):
         if reading:
-            known, held = (part.to(value.dtype) for part in reading[:2])
-            asking, unrotated = (x if x is None else x[:, first:last].flatten(0, 1) for x in (rotated, raw))
-            if not attention.plain_scores:
-                asking, known = attention.memory_query_key(asking, unrotated, known, reading)
-            parts.append((asking, known, held))
+            memory_key, memory_value = (part.to(value.dtype) for part in reading[:2])
+            own_query, unrotated = (x if x is None else x[:, first:last].flatten(0, 1) for x in (rotated, raw))
+            own_query, memory_key = attention.memory_query_key(own_query, unrotated, memory_key, reading)
+            parts.append((own_query, memory_key, memory_value))
     whole = rope.inside(_joined(query)), rope.inside(_joined(key)), _joined(value)
     mixed = windows.attend(*whole, layer.window, attention.scaling, parts)
     if parts and layer.memory.blend is not None:

@@ -232,14 +232,12 @@ class MemoryLlamaConfig(LlamaConfig):
         """The shape of a layer."""
         return geometry_of(self, self.block_size)
 
-    def _stored_geometry(self) -> Geometry:
-        """The shape of a layer as its weights are stored, with padded heads if `pad_heads`."""
-        padded = self.head_dim if self.pad_heads else None
-        return replace(self.stored().geometry(), scale=self.head_dim**-0.5, features=padded)
-
     def settings(self, stored: bool = False) -> MemorySettings:
         """The memory part of the configuration, checked; `stored`: for heads as their weights are stored."""
-        geometry = self._stored_geometry() if stored else self.geometry()
+        geometry = self.geometry()
+        if stored:
+            padded = self.head_dim if self.pad_heads else None
+            geometry = replace(self.stored().geometry(), scale=self.head_dim**-0.5, features=padded)
         values = {item.name: getattr(self, item.name) for item in fields(MemorySettings) if item.name != "geometry"}
         return MemorySettings(**values | {"geometry": geometry, "memory_options": self.memory_options or {}})
 

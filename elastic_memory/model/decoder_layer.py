@@ -84,13 +84,13 @@ class MemoryAttention(nn.Module):
         rotated: Heads,
         key: Heads,
         value: Heads,
-        mask: Bool[Tensor, "*rows query key"] | None = None,
-        reading: Reading | None = None,
-        query: Heads | None = None,
+        mask: Bool[Tensor, "*rows query key"] | None,
+        reading: Reading | None,
+        query: Heads | None,
     ) -> Heads:
         """Softmax attention to memory's columns, if `prepend` added them, and the block's; causal without a mask.
 
-        `query`: queries before rotary positions, needed if the memory has `raw_queries`.
+        `query`: queries before rotary positions, for memories with `raw_queries`.
         """
         if not reading or not self.memory.shares_softmax:
             return self.softmax(rotated, key, value, mask)
@@ -114,20 +114,20 @@ class MemoryAttention(nn.Module):
         if self.plain_scores:
             return self.softmax(rotated, key, value, mask)
         columns, dim = reading[0].shape[2], value.shape[-1]
-        known, own = key[:, :, :columns], key[:, :, columns:]
-        asking, known = self.memory_query_key(rotated, query, known, reading)
-        if self.memory.raw_queries:  # queries [rotated, raw], keys [own, 0] of the block and [0, known] of memory
-            known, asking = nn.functional.pad(known, (dim, 0)), torch.cat((rotated, asking), dim=-1)
-        key = torch.cat((known, nn.functional.pad(own, (0, known.shape[-1] - dim))), dim=2)
-        asking, key, value = pad_to_multiple_of_8(asking, key, value)
-        return self.softmax(asking, key, value, mask)[..., :dim]
+        memory_key, own = key[:, :, :columns], key[:, :, columns:]
+        scored, memory_key = self.memory_query_key(rotated, query, memory_key, reading)
+        if self.memory.raw_queries:  # queries [rotated, raw] for keys [own, 0] of the block and [0, key] of memory
+            memory_key, scored = nn.functional.pad(memory_key, (dim, 0)), torch.cat((rotated, scored), dim=-1)
+        key = torch.cat((memory_key, nn.functional.pad(own, (0, memory_key.shape[-1] - dim))), dim=2)
+        scored, key, value = pad_to_multiple_of_8(scored, key, value)
+        return self.softmax(scored, key, value, mask)[..., :dim]
 
     def memory_query_key(
-        self, rotated: Heads, query: Heads | None, known: Heads, reading: Reading
+        self, rotated: Heads, query: Heads | None, key: Heads, reading: Reading
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys whose scaled products are the scores of memory's columns; `known`: their keys."""
-        asking = query if query is not None and self.memory.raw_queries else rotated
-        return with_score(asking, known, self.scaling, reading[2]) if self.memory.adds_score else (asking, known)
+        """Queries and keys whose scaled products are the scores of memory's columns, which have these keys."""
+        chosen = query if query is not None and self.memory.raw_queries else rotated
+        return with_score(chosen, key, self.scaling, reading[2]) if self.memory.adds_score else (chosen, key)
 
     def softmax(self, rotated: Heads, key: Heads, value: Heads, mask: Bool[Tensor, "*rows query key"] | None) -> Heads:
         """Plain softmax attention; causal without a mask."""

@@ -1,4 +1,4 @@
-"""Options that nobody gave are saved with a model, so that later defaults do not alter it."""
+"""Defaults in use are saved with a model, so that later versions with other defaults do not alter it."""
 
 import warnings
 from inspect import Parameter, signature

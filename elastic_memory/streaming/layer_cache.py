@@ -273,7 +273,7 @@ class LayerCache:
     # -- states and readings -------------------------------------------------------------------------------------------
 
     def _set_reading(self, rows: list[int], reading: Reading, dtype: torch.dtype) -> None:
-        """Replace the readings of some rows; narrower ones are padded with zeros."""
+        """Replace the readings of some rows; all are padded with zeros to the widest."""
         if not reading:
             return
         if self.memory.shares_softmax:

@@ -4,7 +4,7 @@ counts is few bytes and few launches.
 1. `project`: RMS norm, then queries, keys and values in one small buffer.
 2. `attend`: rotates query and new key, writes the new column of the cache, and attends to what the row sees. A row's
    columns are cut into splits, one program each: every one leaves its own softmax and the logarithm of its sum.
-3. `merge`: joins the splits, output projection, residual; where rows need no splits, `contract` is all of it.
+3. `merge`: merges the splits, output projection, residual; without splits `contract` does it.
 4. `expand`: RMS norm, gate and up products, SiLU(gate) * up.
 5. `contract`: down product, residual.
 
