@@ -42,7 +42,7 @@ def _side_stream(device: torch.device) -> Any:
 
 
 class Decoder:
-    """A captured step of `backbone` on the open blocks of a cache, whose layers' parts are `streams`."""
+    """The captured decoding step of `backbone` on the open blocks of a cache; `streams` are its layer caches."""
 
     def __init__(self, backbone: Any, streams: list[LayerCache], ids: Int[Tensor, "batch 1"]):
         locality = backbone.layers[0].locality

@@ -84,7 +84,7 @@ class Wavefront:
 
 
 def group_size(layers: int, tokens: int) -> int:
-    """How many of the layers run together if a block of all rows has so many tokens; groups of about equal size."""
+    """Layers per group, if a block has so many tokens in all rows together; groups have about equal sizes."""
     groups = -(-layers // max(TOKENS // tokens, 1))
     return -(-layers // groups)
 
@@ -122,7 +122,7 @@ def _plain(layer: MemoryLayer) -> bool:
 
 @lru_cache
 def _scales(kind: type[nn.Module]) -> bool:
-    """Whether a norm of this kind multiplies by its weight, neither more nor less."""
+    """Whether a norm of this kind multiplies by its weight itself, not by 1 + weight or the like."""
     try:
         with torch.device("cpu"), torch.no_grad():
             norm: Any = kind(4)

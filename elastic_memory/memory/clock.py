@@ -137,7 +137,7 @@ class ClockMemory(LinearMemory):
         return ElasticState(*new.chunk(2, dim=3))
 
     def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
-        """Block by block, over operators of all blocks at once."""
+        """The recurrence block by block, with operators of all blocks built at once."""
         size = static(self.geometry.block_size)
         blocks = static(-(-key.shape[2] // size)) - 1  # that are read
         if self.rate == "constant" or not blocks:

@@ -43,7 +43,7 @@ def with_new_names(options: dict[str, Any] | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layer a memory lives in."""
+    """The shape of the layer a memory lives in."""
 
     width: int
     heads: int

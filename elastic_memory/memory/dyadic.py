@@ -163,9 +163,7 @@ class DyadicMemory(LinearMemory):
     def set_retrieval(self, order: int | None = None, **changes: Any) -> None:  # type: ignore[override]
         """Read each segment with another sampling or number of points."""
         if order not in (None, self.bank.order):
-            raise ValueError(
-                f"order {order}: the order of {self.segments} segments is settled when the memory is built"
-            )
+            raise ValueError(f"order {order}: the order of {self.segments} segments is fixed when the memory is built")
         super().set_retrieval(**changes)
 
 

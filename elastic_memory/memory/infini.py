@@ -85,7 +85,7 @@ class InfiniMemory(ParallelMemory):
         nn.init.constant_(self.gate, self.first_gate)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> InfiniState:
-        """Nothing summed."""
+        """Zero sums."""
         shape = (batch, self.geometry.kv_heads, self.geometry.head_dim)
         return InfiniState(
             torch.zeros(*shape, self.geometry.head_dim, device=device), torch.zeros(shape, device=device)

@@ -17,7 +17,7 @@ TIE = 1e-5
 
 
 class Slots(NamedTuple):
-    """Sums of keys and of values, and how long key and value of each slot's first token were; zeros where empty."""
+    """Sums of keys and of values, and the norms of each slot's first key and value; zeros where empty."""
 
     key: Float[Tensor, "batch kv_head order dim"]
     value: Float[Tensor, "batch kv_head order dim"]
@@ -122,5 +122,5 @@ def _least_similar(
 def _similarity(
     key: Float[Tensor, "batch kv_head token dim"], slots: Float[Tensor, "batch kv_head slot dim"]
 ) -> Float[Tensor, "batch kv_head token slot"]:
-    """Cosines."""
+    """Cosine similarity of each token to each slot."""
     return F.normalize(key, dim=-1) @ F.normalize(slots, dim=-1).mT

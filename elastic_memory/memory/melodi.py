@@ -63,11 +63,11 @@ class MelodiMemory(SummaryTokenMemory):
         nn.init.zeros_(self.mixer.bias)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
-        """Zeros."""
+        """Memory tokens z, all zero."""
         return (torch.zeros(batch, self.order, self.geometry.width, device=device),)
 
     def front(self, state: State) -> Float[Tensor, "batch front width"]:
-        """z."""
+        """The memory tokens z."""
         return state[0]
 
     def tail(self) -> Float[Tensor, "tail width"]:

@@ -35,7 +35,7 @@ class Newest(NamedTuple):
         return Step(hippo.transition(self.order, start, end), hippo.projection(self.order, start, end))
 
     def reader(self, history: int) -> Float[Tensor, "token order"]:
-        """R."""
+        """R, one row per token."""
         middles = torch.arange(history - self.tokens, history, dtype=torch.float64) + 0.5
         return hippo.basis(self.order, middles / history)
 

@@ -110,7 +110,7 @@ class MemorySettings:
         }
         given = {name: value for name, value in named.items() if value is not None}
         for name in given.keys() & self.memory_options.keys():
-            raise ValueError(f"{name!r} stands in memory_options and as a setting of its own: give it once")
+            raise ValueError(f"{name!r} is in memory_options and is a setting of its own, too: give it once")
         return given | self.memory_options
 
     def layers(self) -> list[int]:

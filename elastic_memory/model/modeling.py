@@ -191,7 +191,7 @@ class MemoryCausalLM(Mixed):
                 if not all(cache.opened):
                     raise ValueError(
                         "the cache has read exactly these tokens, and cannot read the newest again: give what comes "
-                        "next. If that looks the same, give an attention_mask that covers what was read, too"
+                        "next. If the next tokens are equal to these, give an attention_mask that covers both"
                     )
                 with cache.newest_again():  # for its logits
                     return super().generate(inputs, *args, **kwargs)

@@ -227,7 +227,7 @@ class MemoryCache(Reader):
         return {name: getattr(self, name) for name in fields} | {"parts": self.parts if any(self.parts) else []}
 
     def restore(self, described: dict[str, Any], tokens: Tensor | None, layers: list[dict[str, Tensor]]) -> None:
-        """Become what a memory file describes, given the ids of its open block and the tensors of each layer.
+        """Take over the contents of a memory file: its header, the ids of the open block, the tensors of each layer.
 
         Files written before digests and parts were kept lack those.
         """

@@ -17,7 +17,7 @@ from elastic_memory.streaming.packing import from_positions
 
 
 class Call(NamedTuple):
-    """What a model was given."""
+    """The inputs of a model's call."""
 
     ids: Tensor | None
     embeds: Tensor | None

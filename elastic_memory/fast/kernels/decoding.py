@@ -335,7 +335,7 @@ def attend(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a cache that gets its new column here: each split's mixture, and the log2 of what it sums to.
+    """Attention to a cache, which gets its new column here: each split's output, and the log2 of its softmax sum.
 
     `rope` are cosines and sines by position, [token, dim]; `rows` say of each row its position, its columns of memory,
     and how many tokens came before its block; `buffers` are [batch, kv_head, column, dim], with `memory` columns of
@@ -357,7 +357,7 @@ def attend(
 
 
 def merge(mixed: Tensor, sums: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """The output projection of what the splits found, added to `residual` [batch, 1, width]."""
+    """The output projection of the merged splits, added to `residual` [batch, 1, width]."""
     splits, batch, heads, dim = mixed.shape
     if splits == 1:
         return contract(mixed.view(batch, heads * dim), weight, residual)
