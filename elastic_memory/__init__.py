@@ -37,7 +37,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'elastic_memory' has no attribute {name!r}")
 
 
-if sys.argv[:1] == ["-m"] and "elastic_memory.cli" in sys.orig_argv:  # which Python imports this package for
+if sys.argv[:1] == ["-m"] and "elastic_memory.cli" in sys.orig_argv:
+    # python -m elastic_memory.cli: let Ctrl-C end it while torch is imported
     importlib.import_module("elastic_command").begin()
 if "elastic_command" not in sys.modules:
     importlib.import_module("elastic_memory.model")  # registers our models with the Auto classes of transformers

@@ -18,7 +18,7 @@ fast = find("attention")
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """For streams, whose number of keys changes with every call: cuDNN would plan each for tens of milliseconds."""
+    """Attention without cuDNN, which plans each number of keys for tens of milliseconds: it grows along a stream."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -30,7 +30,7 @@ def without_cudnn() -> Iterator[None]:
 def rotate(
     x: Float[Tensor, "batch head token dim"], cos: Float[Tensor, "... token dim"], sin: Float[Tensor, "... token dim"]
 ) -> Float[Tensor, "batch head token dim"]:
-    """Rotary positions, Llama's pairing of the first and second half of each head."""
+    """Apply rotary positions; as in Llama, features of a head's first half are paired with those of its second."""
     # Halves stay separate until the end, and tokens come first, as in projections: the compiled backward pass is then
     # one kernel, without a copy.
     first, second = x.transpose(1, 2).chunk(2, dim=-1)
@@ -45,9 +45,9 @@ def trapezoidal(
     value: Float[Tensor, "batch kv_head key dim"],
     scale: float | None = None,
 ) -> Float[Tensor, "batch head query dim"]:
-    """The queries are the last of the keys' tokens: each sees itself and every key before it.
+    """Causal attention of the last of the keys' tokens: each query sees its own key and every key before it.
 
-    With as many keys as queries this is plain causal attention; memory in front of the block makes it a trapezoid.
+    With as many keys as queries the mask is a triangle; memory columns in front of the block make it a trapezoid.
     """
     queries, before = query.shape[2], key.shape[2] - query.shape[2]
     if queries > 1 and fast is not None and fast.supports(query, key):
@@ -77,7 +77,7 @@ def masked(
     mask: Bool[Tensor, "*rows query key"] | Float[Tensor, "*rows query key"] | None,
     scale: float | None = None,
 ) -> Float[Tensor, "batch head query dim"]:
-    """Attention where `mask` is true, or to everything: rows at different positions, sliding windows, queues.
+    """Attention where `mask` is true, or to all keys: for rows at different positions, sliding windows, queues.
 
     A mask of numbers, 0 and -inf, is added to the scores: fused kernels take it without conversion.
     """
@@ -87,7 +87,7 @@ def masked(
 
 
 def _one_gradient_layout(mixed: Float[Tensor, "batch head token dim"]) -> Float[Tensor, "batch head token dim"]:
-    """What attention returns, with a gradient that always has the same layout.
+    """`mixed`, with a gradient that always has the same memory layout.
 
     torch caches cuDNN's backward plans by the shapes and strides of queries, keys and values, but a plan also holds the
     strides that the gradient had when it was made: two calls that differ only in these get wrong gradients, silently
@@ -124,13 +124,13 @@ def with_score(
     scale: float,
     score: Float[Tensor, "batch 1 column 1"],
 ) -> tuple[Tensor, Tensor]:
-    """Both with one more feature, by which attention adds `score` to the scores. No mask is needed."""
+    """Query and key with one more feature, whose product adds `score` to attention's scores without a mask."""
     asking = query.new_full((1,), 1 / scale).expand(*query.shape[:3], 1)
     return torch.cat((query, asking), dim=-1), torch.cat((key, score.to(key.dtype).expand(*key.shape[:3], 1)), dim=-1)
 
 
-def multiple_of_8(*tensors: Float[Tensor, "_ _ _ _"]) -> list[Tensor]:
-    """With zeros for features up to the largest and a multiple of 8, which the fastest attention kernels need."""
+def pad_to_multiple_of_8(*tensors: Float[Tensor, "_ _ _ _"]) -> list[Tensor]:
+    """Zeros appended to the features, up to one multiple of 8 for all: the fastest attention kernels need it."""
     dim = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     return [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
 
@@ -138,9 +138,9 @@ def multiple_of_8(*tensors: Float[Tensor, "_ _ _ _"]) -> list[Tensor]:
 def window_mask(
     queries: int, before: int, window: int, device: torch.device, memory: int = 0
 ) -> Bool[Tensor, "query key"]:
-    """Which of `before + queries` keys the last `queries` of them see: the newest `window`, itself included.
+    """Sliding attention: the last `queries` of `before + queries` tokens each see the newest `window`, itself included.
 
-    In front stand the columns of `memory`, which all queries see.
+    All of them also see `memory` more columns in front.
     """
     distance = (before + torch.arange(queries, device=device))[:, None] - torch.arange(before + queries, device=device)
     visible = (distance >= 0) & (distance < window)
@@ -154,7 +154,7 @@ def column_mask(
     seen: Int[Tensor, "row 1"],
     window: int | None,
 ) -> Bool[Tensor, "row 1 token all"]:
-    """Which columns each token sees. `local`: positions in the open block and before it, where there are `seen`."""
+    """Which columns each token sees: those of memory, then `local` positions, the `seen` before the block negative."""
     query = positions[:, :, None]
     visible = (local <= query) & (local >= -seen[:, :, None])
     if window is not None:
@@ -164,16 +164,16 @@ def column_mask(
 
 
 def used_twice(x: Float[Tensor, "batch head token dim"]) -> tuple[Tensor, Tensor]:
-    """x for attention and for memory. Their gradients are added with tokens first, as projections need them.
+    """x for attention and for memory, whose gradients are added with tokens first, as projections need them.
 
-    Left to itself, a compiler writes the sum with heads first, and then copies it.
+    A compiler would write the sum with heads first, and then copy it.
     """
     one, other = _UsedTwice.apply(x)
     return one, other
 
 
 class _UsedTwice(torch.autograd.Function):
-    """x and x."""
+    """The identity with two outputs."""
 
     generate_vmap_rule = True
 

@@ -24,8 +24,8 @@ from elastic_memory.shapes import Float, Tensor
 
 METHODS = ("zoh", "forward", "backward", "bilinear")
 
-# Numbers that one operation of a recurrence handles. A GPU needs few long launches; a CPU what fits its caches and is
-# too small for multithreading.
+# Numbers per operation of a recurrence. A GPU needs few long launches; a CPU as many as fit its caches and stay below
+# the threshold of multithreading.
 AT_ONCE = {"cpu": 2**15, "cuda": 2**22}
 
 Device = torch.device | str | int | None
@@ -34,7 +34,7 @@ fast = find("hippo")
 
 
 def legs(order: int, *, device: Device = None) -> tuple[Float[Tensor, "order order"], Float[Tensor, " order"]]:
-    """A and B of c'(t) = (-A c + B f) / t (eq. 3): how the coefficients of a growing history move."""
+    """A and B of c'(t) = (-A c + B f) / t (eq. 3), the differential equation of a growing history's coefficients."""
     _check_order(order)
     root = torch.arange(1, 2 * order, 2, dtype=torch.float64, device=device).sqrt()
     diagonal = torch.arange(1, order + 1, dtype=torch.float64, device=device)
@@ -226,7 +226,7 @@ def joiners(
 
 
 def legendre(u: Float[Tensor, " point"], rows: int, shared: int = 2) -> Iterator[Float[Tensor, "row point"]]:
-    """P_{-1}, P_0, P_1, ... at 2u - 1 in endless panels: the one recurrence that everything else is built on.
+    """P_{-1}, P_0, P_1, ... at 2u - 1 in endless panels, from which basis, integrals and projections are made.
 
     A panel is the last `shared` rows of the one before and `rows` more, in the same memory: it is overwritten when the
     next is asked for. P_{-1} = -1, which the recurrence never uses, makes Phi_0 = u an integral like all others.
@@ -290,7 +290,7 @@ def _check_points(u: Tensor | list[float], device: Device) -> Float[Tensor, " po
     if u.numel() and not bool(((u >= 0) & (u <= 1)).all()):
         outside = u[~((u >= 0) & (u <= 1))][0].item()
         raise ValueError(f"point {outside}: give points between 0 (the first token) and 1 (now)")
-    return u.to(device=device)  # checked where it came from: avoids a GPU synchronisation
+    return u.to(device=device)  # after the checks, which would synchronise with a GPU
 
 
 def _check_signal(signal: Tensor, name: str) -> None:

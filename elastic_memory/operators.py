@@ -1,4 +1,4 @@
-"""The bank: every matrix that a memory of some order needs, for any block of any history.
+"""The bank: every matrix that a memory of one order needs, for any block of any history.
 
 Reading a memory is linear in the tokens it has seen, and two algorithms give the same result:
 
@@ -19,23 +19,23 @@ import torch
 from elastic_memory import hippo, sampling
 from elastic_memory.shapes import Float, Tensor
 
-BATCH = 2**22  # entries of the float64 transitions built together for the recurrent algorithm
+BATCH = 2**22  # float64 numbers of the transitions that the recurrent algorithm builds together
 
-# How many tokens, and how many polynomials of them, building W holds at once. A GPU needs few long launches, a CPU what
-# fits its caches.
+# Tokens, and degrees of their polynomials, that are in memory together while W is built. A GPU needs few long launches,
+# a CPU what fits its caches.
 SWEEP = {"cpu": 2**13, "cuda": 2**15}
 PANEL = {"cpu": 64, "cuda": 256}
 
-CACHED = 4  # plans and the like; an unbounded cache would break the promise of constant memory
+CACHED = 4  # entries per cache; an unbounded one would break the promise of constant memory
 
-# A stream builds the operators of its next blocks together, a stretch: the recurrence over n takes as many launches for
-# several blocks as for one. At most so many bytes per stretch: nine blocks of order 540, so that the last two stretches
-# hold the eight blocks of a prompt that pass one layer before the next.
+# A stream builds the operators of several blocks together, a stretch: the recurrence over n takes as many launches for
+# several blocks as for one. The largest stretch in bytes: nine blocks at order 540. Two stretches then hold the eight
+# blocks of a prompt that pass through one layer before the next.
 AHEAD = 3 * 2**24
 
 
 class Step(NamedTuple):
-    """Writes some tokens: `state = transition @ state + projection @ tokens`."""
+    """P and K, which write tokens: `state = transition @ state + projection @ tokens`."""
 
     transition: Float[Tensor, "order order"]
     projection: Float[Tensor, "order token"]
@@ -48,10 +48,10 @@ class Direct(NamedTuple):
 
 
 class Recurrent(NamedTuple):
-    """The same by the state C_i after i blocks, which block i reads as `reconstructions[i-1] @ C_i`.
+    """The same through the state C_i after i blocks: block i reads `reconstructions[i-1] @ C_i`.
 
     C_1 = projections[0] @ block 0, and from there C_i = transitions[i-2] @ C_{i-1} + projections[i-1] @ block i-1. The
-    last block is read by nobody. One reconstruction stands for all where the sampling ignores the history's length.
+    last block is not written. If the sampling ignores the history's length, one reconstruction serves all blocks.
     """
 
     transitions: Float[Tensor, "carried order order"]
@@ -63,8 +63,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def _constant(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """No gradient, and usable in training even if first built in inference mode."""
+def constant(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Build a constant: without gradient, and usable in training even if first built in inference mode."""
 
     @wraps(function)
     def build(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -75,10 +75,10 @@ def _constant(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
 
 
 def _stretched(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Caches a function of `count` neighbouring blocks from block `first` on: its last two results.
+    """Cache the last two results of a function of a stretch: `count` neighbouring blocks from block `first` on.
 
-    A stream that reaches its next stretch drops the one before. So a stream holds one; two interleaved streams, or rows
-    that are far apart, hold one each.
+    A stretch replaces the one right before it. So one stream fills one entry; two interleaved streams, or rows that are
+    far apart, fill both.
     """
     held: dict[Any, Result] = {}
 
@@ -110,14 +110,14 @@ class Bank:
         sampling.resolve(self.sampling, dict(self.options))
 
     def checked(self) -> "Bank":
-        """This bank, if its options fit. The constructor cannot compute points to see that: export traces it."""
+        """This bank, after a test of its sampling options. Not in the constructor, which torch.export traces."""
         self.sample_points(self.points)
         return self
 
     def step(
         self, start: int, end: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None
     ) -> Step:
-        """The operators that write tokens `start`..`end - 1`; for a stream that writes blocks of `every` tokens."""
+        """P and K for tokens `start`..`end - 1`; `every`: block size of the stream, whose stretch is built together."""
         size = end - start
         if size < 1 or start < 0 or (size != every if every else start % size):
             return _step(self.order, start, end, torch.device(device), dtype)
@@ -128,7 +128,7 @@ class Bank:
     def reconstruction(
         self, history: int, device: Any, dtype: torch.dtype = torch.float32, every: int | None = None
     ) -> Float[Tensor, "point order"]:
-        """R: what reads the state of a history of that many tokens; for a stream that reads after each `every`."""
+        """R for a history of that many tokens; `every`: block size of the stream, whose stretch is built together."""
         if not every or history < every:
             return _reconstructions(0, 1, self, history, torch.device(device), dtype)[0]
         block, ahead = history // every - 1, _ahead(self.order * self.points, dtype)
@@ -142,7 +142,7 @@ class Bank:
         return _joiners(self.order, first, second, torch.device(device), dtype)
 
     def direct(self, history: int, device: Any, dtype: torch.dtype = torch.float32) -> Float[Tensor, "point token"]:
-        """W = R K: what reads that many tokens without any state."""
+        """W = R K, which reads that many tokens without a state."""
         return _direct(self, (history,), torch.device(device), dtype)[0]
 
     def plan(
@@ -153,7 +153,7 @@ class Bank:
         dtype: torch.dtype = torch.float32,
         algorithm: str | None = None,
     ) -> Direct | Recurrent:
-        """All that one pass over `blocks` whole blocks needs, by the cheaper algorithm unless one is given.
+        """The operators of one pass over `blocks` whole blocks, by the cheaper algorithm unless one is given.
 
         Recurrent operators are float32 at least: their errors would add up from block to block.
         """
@@ -187,16 +187,16 @@ class Bank:
 
 
 def _ahead(numbers: int, dtype: torch.dtype) -> int:
-    """Blocks of a stream whose operators, of so many numbers each, are built at once."""
+    """Blocks in a stretch, if the operator of each holds so many numbers."""
     return max(1, min(16, AHEAD // (numbers * dtype.itemsize)))
 
 
 @_stretched
-@_constant
+@constant
 def _steps(
     first: int, count: int, order: int, size: int, device: torch.device, dtype: torch.dtype, offset: int = 0
 ) -> tuple[Step, ...]:
-    """What writes each block, the first of which begins at token `offset`."""
+    """P and K of a stretch; block 0 begins at token `offset`."""
     starts = torch.arange(first, first + count, dtype=torch.float64, device=device) * size + offset
     edges = torch.arange(size + 1, dtype=torch.float64, device=device) + starts[:, None]
     projections = hippo.projections(order, edges / (starts + size)[:, None], dtype)
@@ -205,14 +205,14 @@ def _steps(
 
 
 @lru_cache(maxsize=CACHED)
-@_constant
+@constant
 def _step(order: int, start: int, end: int, device: torch.device, dtype: torch.dtype) -> Step:
     projection = hippo.projection(order, start, end, device=device).to(dtype)
     return Step(hippo.transition(order, start, end, device=device).to(dtype), projection)
 
 
 @lru_cache(maxsize=CACHED)
-@_constant
+@constant
 def _joiners(
     order: int, first: int, second: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "order order"], Float[Tensor, "order order"]]:
@@ -221,24 +221,24 @@ def _joiners(
 
 
 @_stretched
-@_constant
+@constant
 def _reconstructions(
     first: int, count: int, bank: Bank, every: int, device: torch.device, dtype: torch.dtype, offset: int = 0
 ) -> Float[Tensor, "history point order"]:
-    """What reads the history that ends with each block, the first of which begins at token `offset`."""
+    """R after each block of a stretch; block 0 begins at token `offset`."""
     points = torch.stack([bank.sample_points(offset + (block + 1) * every) for block in range(first, first + count)])
     return readers(bank.order, points, device).to(dtype).contiguous()
 
 
 @lru_cache(maxsize=16 * CACHED)
-@_constant
+@constant
 def _log_mass(bank: Bank, history: int, device: torch.device) -> Float[Tensor, " point"]:
     tokens = sampling.mass(bank.sample_points(history), history)
     return tokens.clamp_min(1e-6).log().float().to(device)  # points may coincide
 
 
 @lru_cache(maxsize=CACHED)
-@_constant
+@constant
 def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: torch.dtype) -> Recurrent:
     order, read = bank.order, range(1, blocks)
     transitions = torch.empty(max(blocks - 2, 0), order, order, device=device, dtype=dtype)
@@ -261,11 +261,11 @@ def _recurrent(bank: Bank, size: int, blocks: int, device: torch.device, dtype: 
 
 
 @lru_cache(maxsize=CACHED)
-@_constant
+@constant
 def _direct(
     bank: Bank, histories: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "point token"], ...]:
-    """W = R K for several histories, without ever holding R or K.
+    """W = R K for several histories; neither R nor K is ever in memory.
 
     W[j,k] is the sum over n of R[j,n] times Phi_n at token k's right edge minus Phi_n at its left edge, and
     Phi_n = (P_{n+1} - P_{n-1}) / (2 sqrt(2n+1)). Sorted by polynomial instead, it is the sum over m = 1 .. order of

@@ -2,7 +2,7 @@
 
 A sampling is a function `name(points, history, **options)`. It returns either `points` sample points in [0, 1], 0 the
 first token and 1 now, at which the history is reconstructed, or `points` cells [left, right] over which the
-reconstruction is averaged. `history` is the number of tokens seen so far. A function of that form may stand for a name.
+reconstruction is averaged. `history` is the number of tokens seen so far. Such a function may replace a name.
 """
 
 import inspect
@@ -67,7 +67,7 @@ SAMPLINGS: dict[str, Sampling] = {
 
 
 def resolve(sampling: str | Sampling, options: dict[str, object]) -> Sampling:
-    """The function behind a name, or the function itself, once its options are known to fit."""
+    """The function of this name, or the function given, after a check that it takes these options."""
     if callable(sampling):
         function = sampling
     elif sampling in SAMPLINGS:
@@ -92,7 +92,7 @@ def sample_points(sampling: str | Sampling, points: int, history: int, **options
     function = resolve(sampling, options)
     name = getattr(function, "__name__", "sampling")
     try:
-        with torch.device("cpu"):  # also where a model is built without memory for its weights
+        with torch.device("cpu"):  # also inside `torch.device("meta")`
             u = torch.as_tensor(function(points, history, **options)).to("cpu", torch.float64)
     except TypeError as error:
         raise ValueError(f"sampling {name!r} of {points} points with options {options}: {error}") from error

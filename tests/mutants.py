@@ -242,10 +242,14 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("return mixed if self.memory.blend is None else", "return mixed if True else", "heard"),
     ],
     ("elastic_memory/model/all_blocks.py", "tests/fast/test_windows.py"): [
-        ("asking, known = attention.looking(asking, unrotated, known, reading)", "pass", "with_masks and elastic"),
+        (
+            "own_query, memory_key = attention.memory_query_key(own_query, unrotated, memory_key, reading)",
+            "pass",
+            "with_masks and elastic",
+        ),
     ],
     ("elastic_memory/fast/summary_tokens.py", "tests/memory/test_silent.py"): [
-        ("if reading and memory.blend is not None:", "if False:", "melodi and heard"),
+        ("if before and memory.blend is not None:", "if False:", "melodi and heard"),
     ],
     ("elastic_memory/model/attach.py", "tests/memory/test_silent.py"): [
         ("if again and silent not in (None, had):", "if False:", "saved or restored"),
@@ -278,7 +282,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if not 0 < raw < order:", "if False:", "idle"),
     ],
     ("elastic_memory/memory/outliers.py", "tests/memory/test_outliers.py"): [
-        ("return distance / distance.mean(2, keepdim=True).clamp(min=1e-30)", "return distance", "oracle"),
+        ("return error / error.mean(2, keepdim=True).clamp(min=1e-30)", "return error", "oracle"),
     ],
 }
 MUTANTS = [Mutant(*place, *change) for place, changes in GUARDS.items() for change in changes]

@@ -38,7 +38,7 @@ def _installed(device: str) -> bool:
 
 @lru_cache
 def _agrees(device: str, dim: int, dtype: torch.dtype) -> bool:
-    """Small heads are known to get wrong gradients on some chips (16 on Hopper, version 4.0.0b36)."""
+    """Compared on each device: heads of 16 get wrong gradients on Hopper (version 4.0.0b36)."""
     what = f"FlashAttention-4's kernels for heads of {dim}"
     return agrees(what, lambda: _error(device, dim, dtype), within=2e-2)
 
@@ -60,7 +60,7 @@ def _error(device: str, dim: int, dtype: torch.dtype) -> float:
 
 
 def causal(query: Tokens, key: Tokens, value: Tokens, scale: float | None = None) -> Tokens:
-    """The queries are the last of the keys' tokens: each sees itself and every key before it."""
+    """Causal attention of the last of the keys' tokens: each query sees its own key and every key before it."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return _forward(query, key, value, scale)[0]
 

@@ -15,16 +15,16 @@ from elastic_memory.model.loss import next_token_loss, summed_loss
 
 def compile_blocks(model: Any, **options: Any) -> None:
     """Compile each layer, the last norm, the loss, and what a static cache runs for one token."""
-    # A decoding step has any number of rows, and is captured by the decoder: no mode that captures it again.
+    # Decoding steps have any number of rows, and no `mode`: the decoder itself captures them.
     steps = {"dynamic": None} | {name: value for name, value in options.items() if name != "mode"}
     options = {"fullgraph": True, "dynamic": False} | options
     backbone = model.base_model
-    vars(backbone).pop("run_layers", None)  # of an earlier call, when layers may have been others
+    vars(backbone).pop("run_layers", None)  # of an earlier call, perhaps with other layers
     # Bound to the instance after compilation, so that a copy of the model has its own.
     if supports(backbone.layers):
         backbone.run_layers = MethodType(Wavefront(backbone.layers[0], **options), backbone)
     for layer in backbone.layers:
-        # Where there is a loop over blocks, its body once instead of all its rounds in one long graph.
+        # Of a loop over blocks only the body: unrolled it would be one long graph.
         name = "blocks" if isinstance(layer.memory, ParallelMemory) else "one_block"
         setattr(layer, name, MethodType(compiled(getattr(MemoryLayer, name), **options), layer))
         for function in (decoder.before_attention, decoder.after_attention):

@@ -16,7 +16,7 @@ from elastic_memory.shapes import Float, Tensor
 def gains(model: Any) -> bool:
     """Whether to capture a model's steps: it is compiled, on a GPU, and some memory is sequential.
 
-    Others keep a GPU busy without. Gradient checkpointing reads the random generator's state, which a capture forbids.
+    Parallel ones keep a GPU busy anyway; gradient checkpointing reads the random state, which a capture forbids.
     """
     if not (getattr(model, "compiled", False) and model.device.type == "cuda") or model.is_gradient_checkpointing:
         return False
@@ -31,7 +31,7 @@ class Captured:
     model holds the operators of its memories.
     """
 
-    known: Any  # shapes of the inputs it has seen
+    known: Any  # shapes of the latest inputs
     graph: Any
     loss: Any
     inputs: dict[str, Tensor]

@@ -23,8 +23,8 @@ from elastic_memory.memory.contract import Heads
 from elastic_memory.shapes import Bool, Float, Int, Tensor
 from elastic_memory.streaming.layer_cache import LayerCache
 
-# With a mask, a step reads a multiple of so many columns of the block: reading the empty rest of a block would double
-# the traffic. One graph for each multiple.
+# With a mask, a step reads the first n * STRETCH columns of the block, by one graph for each n: reading the empty rest
+# would double the traffic.
 STRETCH = 256
 
 SHARED_MEMORY = 160 * 2**10  # bytes that one program of the kernels may need
@@ -42,7 +42,7 @@ def _side_stream(device: torch.device) -> Any:
 
 
 class Decoder:
-    """A captured step of `backbone` on the open blocks of a cache, whose layers' parts are `streams`."""
+    """The captured decoding step of `backbone` on the open blocks of a cache; `streams` are its layer caches."""
 
     def __init__(self, backbone: Any, streams: list[LayerCache], ids: Int[Tensor, "batch 1"]):
         locality = backbone.layers[0].locality
@@ -57,19 +57,19 @@ class Decoder:
         self.seen = torch.zeros_like(ids)
         self.counts = [torch.zeros_like(ids) for _ in self.streams]
         self.remembered = [self._remembered(stream) for stream in self.streams]
-        self.buffers = [stream.room(self.size, backbone) for stream in self.streams]
+        self.buffers = [stream.new_buffers(self.size, backbone) for stream in self.streams]
         self.readings = [stream.reading and tuple(part.clone() for part in stream.reading) for stream in self.streams]
         self.shapes, self.settled = self._shapes(streams), self.conditions(backbone, streams)
         self.kernels = _kernels(ids.device)
         self.fused = _fused_layers(backbone)
         stretch = self.size if all(self.fused) else STRETCH
         self.reaches = [min(reach, self.size) for reach in range(stretch, self.size + stretch, stretch)]
-        self.graphs: dict[int, Any] = {}  # by columns of the block that are looked at: (graph, hidden states)
+        self.graphs: dict[int, Any] = {}  # by columns of the block that are read: (graph, hidden states)
         self.pool = torch.cuda.graph_pool_handle() if ids.is_cuda else None  # shared: graphs never run at once
 
     @property
     def backbone(self) -> Any:
-        """The model's; not held, so that decoders do not keep models alive."""
+        """The model's backbone, by a weak reference: decoders do not keep models alive."""
         return self._backbone()
 
     @classmethod
@@ -171,12 +171,12 @@ class Decoder:
     def take(
         self, streams: list[LayerCache], seen: list[int], opened: list[int], tokens: Int[Tensor, "batch token"] | None
     ) -> Int[Tensor, "batch token"] | None:
-        """Copy what a cache holds into the buffers, and let its layers hold the buffers; the one for its `tokens`."""
+        """Copy a cache's open blocks into the buffers, which its layers then use. Returns the buffer of its ids."""
         self.streams = streams
         self.positions.copy_(torch.tensor(opened)[:, None])
         self.seen.copy_(torch.tensor(seen)[:, None])
         for index, stream in enumerate(streams):
-            stream.move(self.buffers[index])
+            stream.move_to(self.buffers[index])
             self.counts[index].copy_(torch.tensor(stream.counts)[:, None])
             self.remembered[index].copy_(self._remembered(stream))
             for ours, theirs in zip(self.readings[index] or (), stream.reading or (), strict=True):
@@ -187,7 +187,7 @@ class Decoder:
         return self.tokens if tokens is not None or not any(opened) else None  # embeddings have no ids
 
     def tensors(self) -> list[Tensor]:
-        """What it holds in proportion to the block and the memory."""
+        """Its tensors that grow with the block or the memory."""
         buffers = [x for own in self.buffers for x in own.values()]
         return [self.tokens, *buffers, *(x for reading in self.readings for x in reading or ())]
 
@@ -206,7 +206,7 @@ class Decoder:
 
     @staticmethod
     def _shapes(streams: list[LayerCache]) -> list[Any]:
-        """What it depends on in the cache."""
+        """What a captured step depends on in the cache."""
         return [(len(stream.counts), stream.front, [part.shape for part in stream.reading or ()]) for stream in streams]
 
 
@@ -230,8 +230,8 @@ def _decode_layer(
     for name, new, place in (("key", rotated_key, columns), ("value", value, columns), ("raw", key, positions)):
         if name in buffers:
             buffers[name].scatter_(2, place[:, None, :, None].expand_as(new), new.to(buffers[name].dtype))
-    known, held = (buffers[name][:, :, : mask.shape[-1]] for name in ("key", "value"))
-    output = after(hidden, layer.self_attn.mix(query, rotated, known, held, reading, mask, visible))
+    keys, values = (buffers[name][:, :, : mask.shape[-1]] for name in ("key", "value"))
+    output = after(hidden, layer.self_attn.mix(query, rotated, keys, values, reading, mask, visible))
     if "output" in buffers:
         kept = output.to(buffers["output"].dtype)
         buffers["output"].scatter_(1, positions[:, :, None].expand_as(kept), kept)
@@ -253,13 +253,13 @@ def before_attention(
 
 
 def after_attention(layer: Any, hidden: Float[Tensor, "batch 1 width"], mixed: Heads) -> Float[Tensor, "batch 1 width"]:
-    """What follows on a decoded token's attention; `compile_blocks` compiles it."""
+    """The layer's output for a decoded token, given its attention; `compile_blocks` compiles it."""
     result: Tensor = layer.finish(hidden, mixed)
     return result
 
 
 def _kernels(device: torch.device) -> Any:
-    """The Triton kernels, where they run; their largest tiles do not fit consumer cards."""
+    """The Triton kernels, or None where they do not run: their largest tiles do not fit consumer cards."""
     if not triton_runs_on(device):
         return None
     if getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) < SHARED_MEMORY:
@@ -300,6 +300,6 @@ def _is_plain(layer: Any, backbone: Any) -> bool:
         and not hasattr(attention, "q_norm")
         and (memory.shares_softmax or not memory.start(1, "meta"))
         and memory.prepare is None
-        and attention.scores_alike
+        and attention.plain_scores
         and memory.blend is None
     )

@@ -114,7 +114,7 @@ def sample(
 
 
 def _chooser(processors: Any, sampled: bool, logits: Float[Tensor, "row token"]) -> Callable[..., Int[Tensor, " row"]]:
-    """What chooses the next tokens from (ids, logits); recorded where the processors look at nothing but the scores."""
+    """The function (ids, logits) -> next tokens; a CUDA graph if the processors depend on the scores alone."""
 
     def choose(ids: Tensor | None, logits: Tensor) -> Tensor:
         scores = processors(ids, logits.to(torch.float32, copy=True))
@@ -134,7 +134,7 @@ def _chooser(processors: Any, sampled: bool, logits: Float[Tensor, "row token"])
 
 
 class _Recorded:
-    """A choice as a CUDA graph: sorting, cutting and drawing are many small kernels, which Python starts one by one."""
+    """A choice as a CUDA graph: sorting, cutting and drawing are many small kernels."""
 
     def __init__(self, choose: Callable[..., Tensor], logits: Float[Tensor, "row token"]):
         self.logits, self.graph = logits.clone(), torch.cuda.CUDAGraph()
@@ -177,7 +177,7 @@ class _Growing:
 
 
 class _Message:
-    """What the CPU wants to know of each token, without waiting for anything that was started later."""
+    """Sends each token, and whether more are wanted, to the CPU without waiting for kernels that started later."""
 
     def __init__(self, ids: Int[Tensor, "row column"]):
         self.arrived: Any = torch.cuda.Event() if ids.is_cuda else None

@@ -14,7 +14,7 @@ from elastic_memory.shapes import Tensor
 
 
 def supports(geometry: Geometry, *tensors: Tensor) -> bool:
-    """Whether the kernels compute with these tensors: bf16 on a GPU where they agree with plain code."""
+    """Whether the kernels support these tensors: bf16, on a GPU where they agree with plain code."""
     dim = tensors[0].shape[-1]
     if any(x.dtype != torch.bfloat16 for x in tensors) or dim > 128 or dim % 2:
         return False
@@ -111,7 +111,7 @@ def _agrees(device: str, dim: int) -> bool:
 
 
 def _error(device: torch.device, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Of what two blocks read from memory and all its gradients, by kernels against plain code in float32."""
+    """Relative error of kernels against plain code in float32: what two blocks read, and all its gradients."""
     return largest(_error_of(norm, device, dim, dtype) for norm in ("output", "none"))
 
 

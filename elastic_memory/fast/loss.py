@@ -64,6 +64,6 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _dtype(hidden: Tensor) -> torch.dtype:
-    """The precision of products with it."""
+    """The precision of products with `hidden`."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

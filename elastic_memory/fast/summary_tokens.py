@@ -1,4 +1,4 @@
-"""A block together with the memory and summary tokens before and behind it: one pass through the layer, not three."""
+"""A block and the memory and summary tokens before and behind it in one pass through the layer, not three."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from elastic_memory.shapes import Float, Tensor
 
 
 def supports(layer: Any) -> bool:
-    """Whether the layer's memory has such tokens; a probe must not reach them, so with one they go alone."""
+    """Whether the memory has such tokens; not with `corrupt`, which must change the block's keys and values only."""
     return isinstance(layer.memory, SummaryTokenMemory) and layer.self_attn.corrupt is None
 
 
@@ -27,7 +27,7 @@ def one_block(
     attention, memory, size = layer.self_attn, layer.memory, tokens.shape[1]
     front, tail = memory.front(state) if reads else None, layer.tail(tokens) if writes else None
     before, behind = (0 if part is None else part.shape[1] for part in (front, tail))
-    if before or behind:  # the padding stands at the end, where nobody sees it
+    if before or behind:  # padding at the end, which no token sees
         unused = tokens.new_zeros(len(tokens), -(before + size + behind) % PADDING, tokens.shape[2])
         parts = [part for part in (front, tokens, tail, unused) if part is not None]
         tokens = torch.cat([part.to(tokens.dtype) for part in parts], dim=1)

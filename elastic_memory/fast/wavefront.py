@@ -1,4 +1,4 @@
-"""Layers of sequential memories as a wavefront: several layers at once, each at another block.
+"""Layers of sequential memories as a wavefront: several layers run together, each on another block.
 
 A block depends on itself in the layer below and on the block before it in the same layer. So the blocks on a diagonal
 of layers and blocks do not depend on each other, and run as rows of one batch, each with the weights of its own layer.
@@ -51,7 +51,7 @@ class Wavefront:
     def __call__(
         self, backbone: Any, hidden: Float[Tensor, "batch token width"], rope: Rope
     ) -> Float[Tensor, "batch token width"]:
-        """What leaves the last layer."""
+        """The output of the last layer."""
         if not self.fits(backbone.layers, hidden):
             return MemoryBackbone.run_layers(backbone, hidden, rope)
         return self.wave(backbone.layers, hidden, rope)
@@ -84,7 +84,7 @@ class Wavefront:
 
 
 def group_size(layers: int, tokens: int) -> int:
-    """How many of the layers run together if a block of all rows has so many tokens; groups of about equal size."""
+    """Layers per group, if a block has so many tokens in all rows together; groups have about equal sizes."""
     groups = -(-layers // max(TOKENS // tokens, 1))
     return -(-layers // groups)
 
@@ -122,7 +122,7 @@ def _plain(layer: MemoryLayer) -> bool:
 
 @lru_cache
 def _scales(kind: type[nn.Module]) -> bool:
-    """Whether a norm of this kind multiplies by its weight, neither more nor less."""
+    """Whether a norm of this kind multiplies by its weight itself, not by 1 + weight or the like."""
     try:
         with torch.device("cpu"), torch.no_grad():
             norm: Any = kind(4)
@@ -152,24 +152,24 @@ def _stacks(weights: list[dict[str, Tensor]], like: Tensor) -> dict[str, Tensor]
 
 
 class _Shared:
-    """Sums the gradients of stacked weights over the groups that use slices of them; passed on when all are there."""
+    """Sums the gradients of stacked weights over the groups that use slices of them; returned with the last group."""
 
     def __init__(self, accumulate: Callable[[list[Tensor], list[Tensor]], None]) -> None:
         self.accumulate = accumulate
         self.taken = 0
-        self.come: set[int] = set()
+        self.arrived: set[int] = set()  # groups whose gradients are in the sums
         self.sums: dict[int, Tensor] = {}
 
     def take(self, stacks: dict[str, Float[Tensor, "layer ..."]], own: slice) -> dict[str, Tensor]:
-        """The slices of some layers."""
+        """The weights of some layers, for one group."""
         self.taken += 1
         return dict(zip(stacks, _Slices.apply(self, self.taken, own, *stacks.values()), strict=True))
 
     def add(self, number: int, own: slice, shapes: list[torch.Size], gradients: Sequence[Any]) -> list[Tensor | None]:
-        """Add gradients of one group, in float32 at least; the sums, if it was the last group."""
-        if number in self.come:  # a second backward pass, after one that failed
-            self.come, self.sums = set(), {}
-        self.come.add(number)
+        """Add the gradients of one group, in float32 at least. Returns the sums if it was the last group, else None."""
+        if number in self.arrived:  # a second backward pass, after one that failed
+            self.arrived, self.sums = set(), {}
+        self.arrived.add(number)
         given = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         for index, gradient in given.items():
             if index not in self.sums:
@@ -177,9 +177,9 @@ class _Shared:
                 self.sums[index] = gradient.new_zeros(shapes[index], dtype=precise)
         if given:
             self.accumulate([self.sums[index][own] for index in given], list(given.values()))
-        if len(self.come) < self.taken:
+        if len(self.arrived) < self.taken:
             return [None] * len(shapes)
-        sums, self.come, self.sums = self.sums, set(), {}
+        sums, self.arrived, self.sums = self.sums, set(), {}
         return [sums.get(index) for index in range(len(shapes))]
 
 
@@ -291,7 +291,7 @@ def _run_group(
     rope: Rope,
     states: list[State],
 ) -> tuple[Tensor, State]:
-    """One block in each of some layers, as rows of one batch: outputs, and the states after it."""
+    """One block in each layer of a group, as rows of one batch: outputs, and states after it."""
     rows, one = len(blocks[0]), blocks[0].new_ones(())
     # Memory parameters repeated for each row, so that the memory need not know of layers.
     by_row = {name: own.repeat_interleave(rows, dim=0) for name, own in stacks.items() if name.startswith(MEMORY)}

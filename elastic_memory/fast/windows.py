@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from elastic_memory.attention import multiple_of_8
+from elastic_memory.attention import pad_to_multiple_of_8
 from elastic_memory.fast.kernels import agrees, largest
 from elastic_memory.memory.contract import Heads
 from elastic_memory.shapes import Float, Tensor
@@ -60,16 +60,16 @@ def _error(device: str, dim: int, dtype: torch.dtype) -> float:
 
 
 def _plain(tensors: Sequence[Tensor], window: int) -> Tensor:
-    """`attend` spelled out, for one part of memory: the `late` queries of the last tokens see its columns, too."""
+    """A plain `attend` for one part of memory: the last tokens, with queries `late`, also see its columns."""
     query, late = tensors[0], tensors[3]
     groups = query.shape[1] // tensors[1].shape[1]
-    key, value, known, held = (tensors[index].repeat_interleave(groups, dim=1) for index in (1, 2, 4, 5))
+    key, value, memory_key, memory_value = (tensors[index].repeat_interleave(groups, dim=1) for index in (1, 2, 4, 5))
     tokens, early = query.shape[2], query.shape[2] - late.shape[2]
     place = torch.arange(tokens, device=query.device)
     distance = place[:, None] - place
     scores = (query @ key.mT).masked_fill((distance < 0) | (distance >= window), -torch.inf)
-    beside = F.pad(late @ known.mT, (0, 0, early, 0), value=-torch.inf)
-    return (torch.cat((beside, scores), 3) * query.shape[-1] ** -0.5).softmax(3) @ torch.cat((held, value), 2)
+    beside = F.pad(late @ memory_key.mT, (0, 0, early, 0), value=-torch.inf)
+    return (torch.cat((beside, scores), 3) * query.shape[-1] ** -0.5).softmax(3) @ torch.cat((memory_value, value), 2)
 
 
 def attend(query: Heads, key: Heads, value: Heads, window: int, scale: float, parts: Sequence[SoftmaxPart]) -> Heads:
@@ -121,7 +121,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _by_sample(x: Float[Tensor, "rows token ..."], batch: int) -> Float[Tensor, "batch all ..."]:
-    """The blocks of each sample one after the other."""
+    """Blocks as rows -> samples as rows, with their blocks in sequence."""
     return x.unflatten(0, (batch, -1)).flatten(1, 2)
 
 
@@ -129,7 +129,7 @@ def _by_sample(x: Float[Tensor, "rows token ..."], batch: int) -> Float[Tensor, 
 def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """Attention [batch, token, head, dim], and the logarithms of its sums [batch, head, token]."""
     dim = value.shape[-1]
-    query, key, value = multiple_of_8(query, key, value)
+    query, key, value = pad_to_multiple_of_8(query, key, value)
     mixed, sums = _flash_forward(query, key, value, scale, window)
     return mixed[..., :dim].contiguous(), sums.contiguous()
 
@@ -139,7 +139,7 @@ def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, sums: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = [x.shape[-1] for x in (query, key, value)]
-    query, key, value, gradient, mixed = multiple_of_8(query, key, value, gradient, mixed)
+    query, key, value, gradient, mixed = pad_to_multiple_of_8(query, key, value, gradient, mixed)
     found = _flash_backward(gradient, query, key, value, mixed, sums, scale, window)
     grad_query, grad_key, grad_value = (x[..., :dim].contiguous() for x, dim in zip(found, dims, strict=True))
     return grad_query, grad_key, grad_value
@@ -184,5 +184,5 @@ def _flash_backward(
 
 
 def _sides(window: int) -> tuple[int, int]:
-    """Tokens that are seen before and after a token, as FlashAttention counts them; -1 is all."""
+    """How many tokens a token sees to its left and right, as FlashAttention counts them; -1: all."""
     return (-1, -1) if window == ALL else (window - 1, 0)

@@ -18,12 +18,12 @@ from elastic_memory.operators import Step, readers
 from elastic_memory.shapes import Float, Tensor
 
 RATES = ("constant", "learned", "content")
-FASTEST = 8.0  # a clock may run exp(8) times faster or slower than it began
-OLDEST = -60.0  # log of the share of the domain behind which nothing can be told apart
+FASTEST = 8.0  # a learned clock runs at most exp(8) times faster or slower than at the start of training
+OLDEST = -60.0  # log of the smallest place in the domain: still older tokens share it
 
 
 class Clock(NamedTuple):
-    """Polynomials over clocks of which each takes 1/i of the domain for token i, until i is the head's window."""
+    """Operators of one polynomial per head: token i takes 1/i of its domain, until i reaches the head's window."""
 
     order: int
     points: int
@@ -31,8 +31,8 @@ class Clock(NamedTuple):
     options: tuple[tuple[str, float], ...]
     windows: tuple[int, ...]  # w, by head: from token w on, each takes d / (1 + d) of the domain with d = 1/w
 
-    def like(self, start: int, end: int) -> tuple[int, int]:
-        """When all windows are full, operators depend on the number of new tokens only."""
+    def earliest(self, start: int, end: int) -> tuple[int, int]:
+        """After the longest window, operators depend on the number of new tokens only."""
         late = max(start - max(self.windows) - 1, 0)
         return start - late, end - late
 
@@ -43,7 +43,7 @@ class Clock(NamedTuple):
         return Step(transition, hippo.projections(self.order, places))
 
     def reader(self, history: int) -> Float[Tensor, "head point order"]:
-        """The basis at the sample points of a history of as many tokens as the newest fits into the domain."""
+        """R at sample points for at most w + 1 tokens, because the newest takes 1/(w + 1) of the domain."""
         counts = (min(history, window + 1) for window in self.windows)
         looks = [sampling.sample_points(self.sampling, self.points, n, **dict(self.options)) for n in counts]
         return readers(self.order, torch.stack(looks), torch.device("cpu"))
@@ -111,17 +111,17 @@ class ClockMemory(LinearMemory):
             self.rate_gain = nn.Parameter(torch.empty(geometry.kv_heads))
         if rate == "content":
             self.weigh = nn.Parameter(torch.empty(geometry.kv_heads, geometry.features or geometry.head_dim))
-        self.settle()
+        self.update_rule()
         self.reset()
 
     def reset(self) -> None:
-        """All clocks as fast as their windows say."""
+        """All clocks at the speed of their windows."""
         for parameter in self.parameters(recurse=False):
             if parameter is not self.blend:
                 nn.init.zeros_(parameter)
 
     def make_rule(self) -> Rule:
-        """With the clocks of all heads."""
+        """The rule with the windows of all heads."""
         return Clock(self.bank.order, self.bank.points, self.bank.sampling, self.bank.options, self.windows)
 
     @full_precision
@@ -137,7 +137,7 @@ class ClockMemory(LinearMemory):
         return ElasticState(*new.chunk(2, dim=3))
 
     def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
-        """Block by block, over operators of all blocks at once."""
+        """The recurrence block by block, with operators of all blocks built at once."""
         size = static(self.geometry.block_size)
         blocks = static(-(-key.shape[2] // size)) - 1  # that are read
         if self.rate == "constant" or not blocks:
@@ -159,7 +159,7 @@ class ClockMemory(LinearMemory):
     def _places(
         self, key: Float[Tensor, "batch kv_head block token dim"], seen: int
     ) -> Float[Tensor, "batch kv_head block edge"]:
-        """Where tokens of neighbouring blocks begin and end, each seen from the end of its block: T(edge) / T(end).
+        """Where tokens of neighbouring blocks begin and end in the domain at the end of their block: T(edge) / T(end).
 
         Token number i, from 1 on, moves the clock on by the factor 1 + d, with d = exp(a + b k) / min(i - 1, w).
         """
@@ -181,6 +181,6 @@ class ClockMemory(LinearMemory):
 
 
 def spaced(first: int, last: int, count: int) -> tuple[int, ...]:
-    """Whole numbers, spaced geometrically; one alone lies in the middle."""
+    """`count` whole numbers from `first` to `last`, spaced geometrically; a single one is their geometric mean."""
     places = [i / (count - 1) for i in range(count)] if count > 1 else [0.5]
     return tuple(round(math.exp((1 - x) * math.log(first) + x * math.log(last))) for x in places)

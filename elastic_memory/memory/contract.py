@@ -6,12 +6,12 @@ whose first axis is the row of the batch: passed in, returned, never kept on `se
 mechanism `reads_start`. With a sliding window of several blocks, memory holds only what leaves it: reading and writing
 then lag behind, and `seen` counts the tokens in memory.
 
-A mechanism is one subclass in one file: `start`, `read`, `write`, and `mix` if its reading is not attended with the
-block (`shares_softmax`). It never sees masks, padding or positions in the sample: rows that are at different tokens,
+A mechanism is one subclass in one file: `start`, `read`, `write`, and `mix` if its reading does not join the block's
+softmax (`shares_softmax`). It never sees masks, padding or positions in the sample: rows at different positions,
 streaming, caches and gradient checkpointing are the caller's work. Two kinds of memory have a subclass of their own:
 
     ParallelMemory        the state depends on keys and values only: all blocks of a sample are read at once
-    SummaryTokenMemory    the state is made of tokens that go through the layer with each block
+    SummaryTokenMemory    the state is made of tokens that pass through the layer with each block
 """
 
 from collections.abc import Callable, Sequence
@@ -33,17 +33,17 @@ Heads = Float[Tensor, "batch head token dim"]
 KeyValues = Float[Tensor, "batch kv_head token dim"]
 Blocks = Float[Tensor, "batch block head token dim"]
 
-RENAMED = {"road": "algorithm"}  # options by their names of earlier versions
+RENAMED = {"road": "algorithm"}  # earlier names of options
 
 
 def with_new_names(options: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Options of a saved model, by the names they have now."""
+    """Options of a saved model under their present names."""
     return options and {RENAMED.get(name, name): value for name, value in options.items()}
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layer a memory lives in."""
+    """The shape of the layer a memory lives in."""
 
     width: int
     heads: int
@@ -53,8 +53,8 @@ class Geometry:
     block_size: int
     initializer_range: float = 0.02
     scale: float | None = None  # of attention scores; None: 1 / sqrt(head_dim)
-    features: int | None = None  # of a head that are not padding (`pad_heads`); None: all
-    sliding: bool = False  # whether tokens see the newest tokens wherever blocks end
+    features: int | None = None  # of a head without its padding (`pad_heads`); None: all
+    sliding: bool = False  # whether attention slides instead of being block-local
 
 
 class Host(NamedTuple):
@@ -66,12 +66,12 @@ class Host(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block that is complete, or the last of a sample, as `write` sees it."""
+    """A complete block, or the last of a sample, as `write` gets it."""
 
     key: KeyValues  # before rotary positions
     value: KeyValues
-    output: Float[Tensor, "batch token width"] | None = None  # what left the layer, for summary-token memories
-    tail: Float[Tensor, "batch tail width"] | None = None  # what left it of the memory's `tail`
+    output: Float[Tensor, "batch token width"] | None = None  # of the layer; for summary-token memories
+    tail: Float[Tensor, "batch tail width"] | None = None  # the layer's output for the memory's `tail`
 
 
 def _at_two_thirds(layers: int) -> list[int]:
@@ -88,16 +88,16 @@ class MemoryInfo:
 
     source: str = ""
     phrase: str = ""
-    # Layers of a model of so many that the paper gives it: the 9th of 12.
+    # Number of layers -> indices of those with memory in the paper: the 9th of 12.
     layers: Callable[[int], list[int]] = _at_two_thirds
-    # `order` at a multiple of the paper's memory size, which is Infini-Transformer's over the whole model.
+    # (multiple, geometry) -> `order`; 1x is the paper's memory size, that of Infini-Transformer in the whole model.
     order_at: Callable[[int, Geometry], int | None] = _as_large_as_infini
-    # Floats of a row's state as the paper counts them, from the sizes of its parts.
+    # Sizes of the state's parts -> floats per row, as the paper counts them.
     paper_floats: Callable[..., int] = lambda *parts: sum(parts)
 
 
-# What an option may be, by its annotation: configurations and command lines give anything. Names are the mechanism's to
-# check, which knows them all.
+# Annotation of an option -> the type it accepts, and that type in words. Strings are checked by the mechanism, which
+# knows the allowed ones.
 TYPES: dict[Any, tuple[Any, str]] = {
     bool: (bool, "True or False"), int: (Integral, "a whole number"), float: (Real, "a number"),
     dict: (dict, "names and their values"), NoneType: (NoneType, "None"),
@@ -105,13 +105,13 @@ TYPES: dict[Any, tuple[Any, str]] = {
 
 
 def check_type(name: str, value: Any, annotation: Any) -> None:
-    """Refuse an option that is not what its annotation says; annotations of other kinds say nothing."""
+    """Refuse an option that does not fit its annotation; annotations beyond `TYPES` are not checked."""
     parts = [annotation] if get_origin(annotation) in TYPES or annotation in TYPES else get_args(annotation)
     kinds = [get_origin(part) or part for part in parts]
     if annotation is Parameter.empty or not kinds or not TYPES.keys() >= set(kinds):
         return
-    number = isinstance(value, bool) and bool not in kinds  # to Python a bool is a number
-    if number or not isinstance(value, tuple(TYPES[kind][0] for kind in kinds)):
+    bool_as_number = isinstance(value, bool) and bool not in kinds  # bool is a subclass of int
+    if bool_as_number or not isinstance(value, tuple(TYPES[kind][0] for kind in kinds)):
         raise ValueError(f"{name}={value!r}: give {' or '.join(TYPES[kind][1] for kind in kinds)}")
 
 
@@ -121,18 +121,18 @@ class Memory(nn.Module):
     info: ClassVar[MemoryInfo] = MemoryInfo()
     shares_softmax: bool = False  # the reading is (key, value): further columns in the block's own softmax
     adds_score: bool = False  # the reading is (key, value, score): [batch, 1, column, 1], added to attention's scores
-    raw_queries: bool = False  # its columns meet queries before rotary positions
+    raw_queries: bool = False  # its columns are scored with queries before rotary positions
     reads_start: bool = False  # block 0 reads the empty state
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history
     no_sliding: str | None = "its blocks are read one after another"  # why `local_attention="sliding"` is undefined
-    widens: int = 0  # tokens by which the layer's sliding window is wider: what the memory keeps raw, at its true place
+    widens: int = 0  # tokens that the memory keeps by widening the layer's sliding window instead of in its state
     no_join: str | None = "it defines no join"  # why the states of two parts do not give the state of the whole
     built_with: dict[str, Any]  # every option, given or left to its default
-    retrieval: Any = None  # what readings depend on besides the state; when it changes, open readings are made anew
+    retrieval: Any = None  # settings that readings depend on; when they change, caches read their state again
     # How far each query head uses the memory: its output is local + blend (mixed - local), where `local` is attention
     # without memory and `mixed` with it. None: mixed, and no parameter.
     blend: nn.Parameter | None
-    # (query, key) -> both as the layer and its memory use them, before rotary positions; None: as they are
+    # (query, key) before rotary positions -> what attention and memory use instead; None: use them unchanged
     prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, geometry: Geometry, *, detach_every: int | None = None):
@@ -148,7 +148,7 @@ class Memory(nn.Module):
         raise NotImplementedError
 
     def read(self, state: State, seen: int, host: Host) -> Reading:
-        """What a block may look at when `seen` tokens came before it; axis 2 of each tensor is the column.
+        """The reading for a block after `seen` tokens; axis 2 of each tensor is the column.
 
         The number of columns depends on `seen` alone.
         """
@@ -163,7 +163,7 @@ class Memory(nn.Module):
     ) -> Heads:
         """Combine the block's own attention with the reading (mechanisms that do not share its softmax).
 
-        `visible` is given when rows have readings of different sizes; a row without any keeps `local`.
+        `visible`: which columns a row has, if rows differ; a row without any keeps `local`.
         """
         raise NotImplementedError
 
@@ -173,8 +173,9 @@ class Memory(nn.Module):
         """Initialise the parameters, if there are any."""
 
     def join(self, state: State, seen: int, other: State, other_seen: int) -> State:
-        """The state after two histories one after the other, each read from its beginning, of `seen` and `other_seen`
-        tokens; in the precision of the states. A mechanism that has this sets `no_join` to None.
+        """The state of two histories of `seen` and `other_seen` tokens in sequence, each read from an empty state.
+
+        Computed in the precision of the states. A mechanism that defines it sets `no_join` to None.
         """
         raise ValueError(f"{type(self).__name__} cannot join two states: {self.no_join}")
 
@@ -183,7 +184,7 @@ class Memory(nn.Module):
         raise ValueError(f"{type(self).__name__} has no retrieval settings: how it is read is fixed when it is built")
 
     def adapt(self, state: State) -> tuple[State, str | None]:
-        """Fit a state made under other retrieval settings to the present ones, and say what was done."""
+        """Fit a state made under other retrieval settings to the present ones; also returns a warning, or None."""
         return state, None
 
     # For callers.
@@ -263,7 +264,7 @@ class ParallelMemory(Memory):
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def history(self, signal: Tensor, block: int) -> Tensor:
-        """The tokens before block number `block`, detached as far as `detach_every` says."""
+        """The tokens before block number `block`, detached up to the last cut of `detach_every`."""
         size = self.geometry.block_size
         cut = block // self.detach_every * self.detach_every * size if self.detach_every else 0
         past, near = signal[:, :, :cut], signal[:, :, cut : block * size]
@@ -271,18 +272,18 @@ class ParallelMemory(Memory):
 
 
 class SummaryTokenMemory(Memory):
-    """A memory of tokens that go through the layer with each block: its state depends on what leaves the layer."""
+    """A memory of tokens that pass through the layer with each block: its state depends on the layer's output."""
 
     front_size: int  # tokens of `front`
-    per_row_parameters: ClassVar[bool] = False  # `write` and `tail` also take parameters with an axis of rows in front
+    per_row_parameters: ClassVar[bool] = False  # whether `write` and `tail` support batched (per-row) parameters
 
     def front(self, state: State) -> Float[Tensor, "batch front width"]:
-        """Tokens right before the next block, whose keys and values are what `read` returns.
+        """The memory tokens in front of the next block; `read` returns their keys and values.
 
-        Sent through the layer together with a whole block, which costs less than to `read` them.
+        It is faster to send them through the layer together with the block.
         """
         raise NotImplementedError
 
     def tail(self) -> Float[Tensor, "*row tail width"]:
-        """Tokens that go through the layer behind each block: they see it and each other, nobody sees them."""
+        """Summary tokens behind each block: they attend to the block and to each other; the block does not see them."""
         raise NotImplementedError

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from elastic_memory.memory.contract import Memory
 from elastic_memory.shapes import Tensor
 
-GATES = ("gate", "gain", "blend")  # ends of the names of parameters that start nearly closed, and learn faster
+GATES = ("gate", "gain", "blend")  # name suffixes of parameters that get a learning rate of their own
 
 
 class Floats(NamedTuple):
@@ -29,6 +29,6 @@ def extra_parameters(memory: Memory) -> int:
 
 
 def gates(memory: Memory) -> dict[str, Tensor]:
-    """How far each head's gate is open, where there are gates, and how far the memory is blended in."""
+    """How far each head's gate is open, and its `blend`, for memories that have them."""
     open_by = {name: gate.detach().sigmoid() for name, gate in memory.named_parameters() if name.endswith("gate")}
     return open_by if memory.blend is None else open_by | {"blend": memory.blend.detach()}

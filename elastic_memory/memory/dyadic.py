@@ -16,7 +16,7 @@ from elastic_memory.shapes import Float, Tensor
 
 
 class Segments(NamedTuple):
-    """One polynomial per segment, newest first; the state holds their coefficients one after another."""
+    """Operators of one polynomial per segment, newest first; the state holds their coefficients in sequence."""
 
     order: int  # of each segment
     segments: int  # at most
@@ -25,8 +25,8 @@ class Segments(NamedTuple):
     sampling: str | Callable[..., Tensor]
     options: tuple[tuple[str, float], ...]
 
-    def like(self, start: int, end: int) -> tuple[int, int]:
-        """Every time has its own."""
+    def earliest(self, start: int, end: int) -> tuple[int, int]:
+        """Every time has operators of its own."""
         return start, end
 
     def intervals(self, now: int) -> list[tuple[int, int]]:
@@ -46,7 +46,7 @@ class Segments(NamedTuple):
         return [*found, (0, end)] if end else found
 
     def step(self, start: int, end: int) -> Step:
-        """Segments that stay are carried over, those that become one are joined, and tokens fall where they belong."""
+        """Segments that stay are carried over, merged ones are joined, new tokens are projected into their segments."""
         size = self.order * self.segments
         transition = torch.zeros(size, size, dtype=torch.float64)
         projection = torch.zeros(size, end - start, dtype=torch.float64)
@@ -92,9 +92,9 @@ class Segments(NamedTuple):
 
 
 def placed(order: int, first: int, last: int, length: int) -> Float[Tensor, "order order"]:
-    """Coefficients over tokens `first` to `last - 1` -> over `length` tokens, zero elsewhere.
+    """Coefficients of tokens `first` to `last - 1` -> coefficients of all `length` tokens, where the others are zero.
 
-    Behind the `first` tokens as the second part of a join, then before the rest as the beginning of a longer history.
+    That is a join with `first` zero tokens before them, then a transition from `last` to `length` tokens.
     """
     common = math.gcd(first, last, length)
     return _placed(order, first // common, last // common, length // common)
@@ -147,25 +147,23 @@ class DyadicMemory(LinearMemory):
             query=query,
             detach_every=detach_every,
         )
-        self.settle()
+        self.update_rule()
 
     rule: Segments
 
     def make_rule(self) -> Segments:
-        """With an equal share of the coefficients for each segment."""
+        """The rule with an equal share of the coefficients for each segment."""
         bank, order = self.bank, self.bank.order // self.segments
         return Segments(order, self.segments, self.unit, bank.points, bank.sampling, bank.options)
 
     def log_mass(self, seen: int, device: str) -> Float[Tensor, " column"]:
-        """That of the segments' sample points."""
+        """The logarithm of the number of tokens that each sample point of a segment stands for."""
         return _log_mass(self.rule, seen, device)
 
     def set_retrieval(self, order: int | None = None, **changes: Any) -> None:  # type: ignore[override]
         """Read each segment with another sampling or number of points."""
         if order not in (None, self.bank.order):
-            raise ValueError(
-                f"order {order}: the order of {self.segments} segments is settled when the memory is built"
-            )
+            raise ValueError(f"order {order}: the order of {self.segments} segments is fixed when the memory is built")
         super().set_retrieval(**changes)
 
 

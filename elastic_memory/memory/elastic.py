@@ -112,11 +112,11 @@ class ElasticMemory(ParallelMemory):
         return ElasticState(key, value)
 
     def reader(self, seen: int, device: torch.device) -> Float[Tensor, "*head point order"]:
-        """R, which reads a history of so many tokens."""
+        """R for a history of `seen` tokens."""
         return self.bank.reconstruction(seen, device, every=self.geometry.block_size)
 
     def step(self, start: int, end: int, device: torch.device) -> Step:
-        """P and K, which write tokens `start` to `end - 1`."""
+        """P and K for tokens `start` to `end - 1`."""
         return self.bank.step(start, end, device, every=self.geometry.block_size)
 
     def log_mass(self, seen: int, device: str) -> Float[Tensor, " point"]:
@@ -146,14 +146,14 @@ class ElasticMemory(ParallelMemory):
         return [self.finished(pair, block * size) for block, pair in enumerate(pairs, 1)]
 
     def _signals(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What is compressed: keys and values; with `length` also ||k||^2 and ||v||, as their last features."""
+        """The signals to compress: keys and values; with `length` also ||k||^2 and ||v|| as their last features."""
         if not self.length:
             return key, value
         squared, norm = key.square().sum(-1, keepdim=True), value.norm(dim=-1, keepdim=True)
         return torch.cat((key, squared), dim=-1), torch.cat((value, norm), dim=-1)
 
     def finished(self, reading: Reading, seen: int) -> Reading:
-        """What was read of the signals, with lengths and scores as the options say."""
+        """The reading made of reconstructed signals: rescaled with `length`, with scores under `mass`."""
         if self.length:
             (key, squared), (value, norm) = (part.split((self.geometry.head_dim, 1), dim=-1) for part in reading)
             reading = _lengthened(key, squared.clamp_min(EPSILON).sqrt()), _lengthened(value, norm.clamp_min(0))
@@ -228,7 +228,7 @@ class _Direct(torch.autograd.Function):
         weights, size, every = ctx.weights, ctx.size, ctx.detach_every
         parts = []
         for block in range(len(weights)):
-            # Readings of the blocks behind this one, up to the next cut.
+            # Readings of later blocks, up to the next cut.
             last = len(weights) if every is None else min(len(weights), (block // every + 1) * every - 1)
             seeing = [weight[:, block * size : (block + 1) * size] for weight in weights[block:last]]
             if len(seeing) > 0:
@@ -241,7 +241,7 @@ class _Direct(torch.autograd.Function):
 
 
 def with_raw_tokens(geometry: Geometry, order: int, share: float, **options: Any) -> tuple[ElasticMemory, int]:
-    """For hybrids: how many raw tokens are `share` of `order`, and an elastic memory of the rest."""
+    """For hybrids: an elastic memory with the rest of `order`, and the number of raw tokens in its `share`."""
     raw = round(order * share)
     if not 0 < raw < order:
         raise ValueError(f"share={share} of order {order}: raw tokens and polynomial each need at least 1 of it")

@@ -43,7 +43,7 @@ def _only_its_own_size(multiple: int, geometry: Geometry) -> None:
 class InfiniMemory(ParallelMemory):
     """Linear attention over all earlier blocks, a gate per head between it and the block's own attention.
 
-    `update`: delta, which first subtracts what the memory returns already, or linear. `memory_norm`: output, a
+    `update`: delta, which first subtracts what the memory already returns, or linear. `memory_norm`: output, a
     gain-free RMSNorm on what is read; qk, on queries and keys, those of the block's own attention too; none.
     `first_gate`: the gates' logits at the start of training. `first_block`: bypass, or zero to let the gate mix in the
     zeros that an empty memory returns. Defaults: choices.md, "Infini-Transformer's norm and gates".
@@ -85,7 +85,7 @@ class InfiniMemory(ParallelMemory):
         nn.init.constant_(self.gate, self.first_gate)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> InfiniState:
-        """Nothing summed."""
+        """Zero sums."""
         shape = (batch, self.geometry.kv_heads, self.geometry.head_dim)
         return InfiniState(
             torch.zeros(*shape, self.geometry.head_dim, device=device), torch.zeros(shape, device=device)
@@ -94,7 +94,7 @@ class InfiniMemory(ParallelMemory):
     def prepare(
         self, query: Float[Tensor, "batch head token dim"], key: Float[Tensor, "batch kv_head token dim"]
     ) -> tuple[Tensor, Tensor]:
-        """Normalised, if `memory_norm` is qk."""
+        """Queries and keys, normalised if `memory_norm` is qk."""
         return (self._rms(query), self._rms(key)) if self.memory_norm == "qk" else (query, key)
 
     def read(self, state: State, seen: int, host: Host) -> Reading:
@@ -103,7 +103,7 @@ class InfiniMemory(ParallelMemory):
 
     @full_precision
     def write(self, state: State, block: Block, seen: int) -> InfiniState:
-        """z <- z + sum sigma(k), and M <- M + sigma(K)^T (V - sigma(K) M / sigma(K) z); if linear, the V alone."""
+        """z <- z + sum sigma(k); M <- M + sigma(K)^T (V - sigma(K) M / sigma(K) z), or + sigma(K)^T V if linear."""
         matrix, normaliser = state
         feature, value = self._sigma(block.key).to(matrix.dtype), block.value.to(matrix.dtype)
         if self.update == "delta":
@@ -144,7 +144,7 @@ class InfiniMemory(ParallelMemory):
         return normalisers
 
     def chain(self, updates: Tensor, known: Tensor | None, normalisers: list[Tensor]) -> list[Reading]:
-        """The readings of all blocks, from U, G (None: linear rule) and z of each."""
+        """The readings of all blocks from their U, G (None: linear rule) and z."""
         matrix = self.start(updates.shape[0], updates.device).matrix.to(updates.dtype)
         readings: list[Reading] = [(matrix, normalisers[0])] if self.reads_start else []
         for index in range(len(normalisers) - 1):
@@ -187,7 +187,7 @@ class InfiniMemory(ParallelMemory):
 
 
 def whole_blocks(x: Float[Tensor, "batch head token dim"], size: int) -> Float[Tensor, "batch block head inner dim"]:
-    """Cut into blocks, without a last block that is short: nobody reads it."""
+    """Cut into blocks, dropping a short last one, which no later block reads."""
     whole = x.shape[2] // size
     return x[:, :, : whole * size].unflatten(2, (whole, size)).transpose(1, 2)
 

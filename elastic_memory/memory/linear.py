@@ -1,4 +1,4 @@
-"""Elastic memory over other operators: its state is linear in the tokens, whatever part of the history each row is."""
+"""Elastic memory with other operators P, K and R: state = P state + K tokens, and R state is read."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -9,31 +9,31 @@ import torch
 from elastic_memory.memory.contract import Host, KeyValues, Memory, Reading, State
 from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.tools import static
-from elastic_memory.operators import CACHED, Step
+from elastic_memory.operators import CACHED, Step, constant
 from elastic_memory.shapes import Float, Tensor
 
 
 class Rule(Protocol):
-    """What a state holds of a history: a named tuple of numbers, so that it can be a constant of compiled graphs.
+    """The operators of a memory; a named tuple of numbers, so that it can be a constant of compiled graphs.
 
-    Operators are float64 on the CPU, [row, column], or [head, row, column] where heads differ.
+    Operators are float64 on the CPU: [row, column], or [head, row, column] if heads differ.
     """
 
     def __hash__(self) -> int:
         """Equal rules share their operators."""
 
-    def like(self, start: int, end: int) -> tuple[int, int]:
-        """Times with the same operators: earlier ones, if operators stop changing, so that they are built once."""
+    def earliest(self, start: int, end: int) -> tuple[int, int]:
+        """The earliest (start, end) with the same operators, so that operators that stop changing are built once."""
 
     def step(self, start: int, end: int) -> Step:
-        """What writes tokens `start` to `end - 1`."""
+        """P and K, which write tokens `start` to `end - 1`."""
 
     def reader(self, history: int) -> Tensor:
-        """What reads the state of a history of so many tokens."""
+        """R, which reads the state of `history` tokens."""
 
 
 class SampleOperators(NamedTuple):
-    """The operators of a sample: what writes each block but the last, and what reads for each but the first."""
+    """The operators of a sample: P and K of each block but the last, R for each but the first."""
 
     transitions: tuple[Tensor, ...]
     projections: tuple[Tensor, ...]
@@ -41,7 +41,7 @@ class SampleOperators(NamedTuple):
 
 
 class LinearMemory(ElasticMemory):
-    """A memory whose `rule` says what it writes and reads."""
+    """A memory that writes and reads by the operators of its `rule`."""
 
     rule: Rule
 
@@ -52,10 +52,10 @@ class LinearMemory(ElasticMemory):
     def set_retrieval(self, **changes: Any) -> None:  # type: ignore[override]
         """Read with another sampling, number of points or order than the model was trained with."""
         super().set_retrieval(**changes)
-        self.settle()
+        self.update_rule()
 
-    def settle(self) -> None:
-        """Make the rule, on which readings depend. It is no bank: rows are not coefficients of the whole history."""
+    def update_rule(self) -> None:
+        """Make the rule anew. Readings depend on it, not on the bank: rows do not belong to the whole history."""
         self.rule = self.make_rule()
         self.retrieval = (self.rule,)
 
@@ -89,7 +89,7 @@ def states(
     size: int,
     cut: Callable[[State, int], State] = lambda state, block: state,
 ) -> list[Tensor]:
-    """The states that enter blocks 1, 2, ... of a sample, as `cut` leaves them."""
+    """The states before blocks 1, 2, ... of a sample, after `cut`."""
     found: list[Tensor] = []
     for index, (transition, projection) in enumerate(zip(plan.transitions, plan.projections, strict=True)):
         state = projection @ signal[:, index * size : (index + 1) * size]
@@ -102,7 +102,7 @@ def states(
 # A constant of the compiled graph: building operators is float64 work that must not be traced.
 @torch.compiler.assume_constant_result
 def plan_of(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> SampleOperators:
-    """All operators that a sample of so many blocks needs."""
+    """All operators of a sample of `blocks` blocks."""
     return _plan(rule, size, blocks, device, dtype)
 
 
@@ -116,27 +116,27 @@ def _plan(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -
 
 @torch.compiler.assume_constant_result
 def readers_of(rule: Rule, size: int, blocks: int, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What reads for each block of a sample but the first."""
+    """R for each block of a sample but the first."""
     return tuple(reader_of(rule, end, device, dtype) for end in range(size, blocks * size, size))
 
 
 def step_of(rule: Rule, start: int, end: int, device: str, dtype: torch.dtype) -> Step:
-    """What writes tokens `start` to `end - 1`, on a device."""
-    return _step(rule, *rule.like(start, end), device, dtype)
+    """P and K of a rule, cast and on a device."""
+    return _step(rule, *rule.earliest(start, end), device, dtype)
 
 
 def reader_of(rule: Rule, history: int, device: str, dtype: torch.dtype) -> Tensor:
-    """What reads a history of so many tokens, on a device."""
-    return _reader(rule, rule.like(history, history)[1], device, dtype)
+    """R of a rule, cast and on a device."""
+    return _reader(rule, rule.earliest(history, history)[1], device, dtype)
 
 
 @lru_cache(maxsize=CACHED)
+@constant
 def _step(rule: Rule, start: int, end: int, device: str, dtype: torch.dtype) -> Step:
-    with torch.inference_mode(False), torch.no_grad():
-        return Step(*(operator.to(dtype).to(device) for operator in rule.step(start, end)))
+    return Step(*(operator.to(dtype).to(device) for operator in rule.step(start, end)))
 
 
 @lru_cache(maxsize=CACHED)
+@constant
 def _reader(rule: Rule, history: int, device: str, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return rule.reader(history).to(dtype).to(device)
+    return rule.reader(history).to(dtype).to(device)

@@ -11,13 +11,13 @@ from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, Pa
 from elastic_memory.memory.tools import full_precision, one_of, padded
 from elastic_memory.shapes import Float, Int, Tensor
 
-# Cosines that are equal but for rounding, as those of a token that comes again: the oldest is taken, or results would
-# depend on how a text is split.
+# Cosines within this of the largest count as equal, and the oldest slot is taken. Otherwise rounding would decide, and
+# results for repeated tokens would depend on how a text is split.
 TIE = 1e-5
 
 
 class Slots(NamedTuple):
-    """Sums of keys and of values, and how long key and value of each slot's first token were; zeros where empty."""
+    """Sums of keys and of values, and the norms of each slot's first key and value; zeros where empty."""
 
     key: Float[Tensor, "batch kv_head order dim"]
     value: Float[Tensor, "batch kv_head order dim"]
@@ -62,7 +62,7 @@ class MeansMemory(ParallelMemory):
         self.reset()
 
     def reset(self) -> None:
-        """Every token counts alike, and slots are scored as tokens are."""
+        """All gates 1, and slots are scored like tokens."""
         nn.init.zeros_(self.weigh)
         nn.init.ones_(self.temperature)
 
@@ -122,5 +122,5 @@ def _least_similar(
 def _similarity(
     key: Float[Tensor, "batch kv_head token dim"], slots: Float[Tensor, "batch kv_head slot dim"]
 ) -> Float[Tensor, "batch kv_head token slot"]:
-    """Cosines."""
+    """Cosine similarity of each token to each slot."""
     return F.normalize(key, dim=-1) @ F.normalize(slots, dim=-1).mT

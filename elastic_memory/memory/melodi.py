@@ -1,4 +1,4 @@
-"""Melodi inside each layer: summary tokens read the block, a learned mixer of all tokens makes the next memory."""
+"""Melodi inside each layer: summary tokens attend to the block, and a learned mixer of both makes the next memory."""
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,8 @@ from elastic_memory.shapes import Float, Tensor
 class MelodiMemory(SummaryTokenMemory):
     """Memory tokens of the residual stream, in front of the block; `order` of them, and as many summary tokens.
 
-    Summary tokens u stand behind the block and see all of it; no token of the block sees them. What leaves the layer,
-    block and summaries, is mixed along the token axis into the memory z of the next block: z = mix(rms([x; u])) + u.
+    Summary tokens u stand behind the block and see all of it; no token of the block sees them. The layer's outputs for
+    block x and summaries u are mixed along the token axis into the memory of the next block: z = mix(rms([x; u])) + u.
 
     `first_block`: omit, or zeros to let block 0 attend to an empty memory. `summary_std`: initial size of the summary
     tokens; None: that of the token embeddings.
@@ -23,9 +23,9 @@ class MelodiMemory(SummaryTokenMemory):
         source="MELODI (arXiv 2410.03156), its propagation inside layers",
         phrase="summary tokens and a learned mixer of whole blocks",
         layers=lambda count: list(range(count)),
-        # Memory and summary tokens, as the paper counts both, share what Infini-Transformer has in a layer.
+        # The paper counts both memory and summary tokens; together they are as large as Infini-Transformer's state.
         order_at=lambda multiple, geometry: multiple * geometry.head_dim // 2,
-        paper_floats=lambda memory: 2 * memory,  # the summary tokens count, which are parameters
+        paper_floats=lambda memory: 2 * memory,  # summary tokens count as state, although they are parameters
     )
     shares_softmax = True
     per_row_parameters = True
@@ -53,7 +53,7 @@ class MelodiMemory(SummaryTokenMemory):
 
     def reset(self) -> None:
         """Mixer scaled by its inputs, so that a mixture is about as large as a token."""
-        # Drawn twice: models used to initialise the mixer too, and a seed must give the weights that are on record.
+        # One draw more than needed, as in earlier versions: a seed must keep giving the recorded weights.
         nn.init.normal_(self.mixer.weight)
         self._draw()
 
@@ -63,11 +63,11 @@ class MelodiMemory(SummaryTokenMemory):
         nn.init.zeros_(self.mixer.bias)
 
     def start(self, batch: int, device: torch.device | str | None = None) -> State:
-        """Zeros."""
+        """Memory tokens z, all zero."""
         return (torch.zeros(batch, self.order, self.geometry.width, device=device),)
 
     def front(self, state: State) -> Float[Tensor, "batch front width"]:
-        """z."""
+        """The memory tokens z."""
         return state[0]
 
     def tail(self) -> Float[Tensor, "tail width"]:
@@ -75,7 +75,7 @@ class MelodiMemory(SummaryTokenMemory):
         return self.summary
 
     def read(self, state: State, seen: int, host: Host) -> Reading:
-        """The layer's own keys and values of z, which stands right before the block."""
+        """The layer's own keys and values of z, at positions right before the block."""
         key, value = host.project(self.front(state))
         return host.rope(key, torch.arange(-self.order, 0, device=key.device)), value
 

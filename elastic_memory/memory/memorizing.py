@@ -24,7 +24,7 @@ from elastic_memory.shapes import Bool, Float, Tensor
 
 
 class Queue(NamedTuple):
-    """Raw keys and values, newest last; zeros where nothing came yet."""
+    """Raw keys and values, newest last; zeros while there are fewer."""
 
     key: Float[Tensor, "batch kv_head order dim"]
     value: Float[Tensor, "batch kv_head order dim"]
@@ -98,7 +98,7 @@ class MemorizingMemory(ParallelMemory):
         return self._columns(key, value, host)
 
     def write(self, state: State, block: Block, seen: int) -> State:
-        """New tokens in, as many of the oldest out."""
+        """Append the new tokens and drop as many of the oldest."""
         if self.widens:
             return ()
         key, value = (
@@ -108,7 +108,7 @@ class MemorizingMemory(ParallelMemory):
         return Queue(key, value)
 
     def join(self, state: State, seen: int, other: State, other_seen: int) -> Queue:
-        """The newer tokens in, as many of the older out."""
+        """The newest tokens of the two histories in sequence."""
         new = min(other_seen, self.order)
         key, value = (
             torch.cat((before[:, :, new:], after[:, :, self.order - new :]), dim=2)

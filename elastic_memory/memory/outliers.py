@@ -1,4 +1,4 @@
-"""A hybrid: the most novel tokens as they were, the whole history as a polynomial."""
+"""A hybrid: the most novel tokens raw, the whole history as a polynomial."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,19 +15,19 @@ from elastic_memory.operators import Step
 from elastic_memory.shapes import Float, Int, Tensor
 
 EMPTY = -1.0  # novelty of a slot without a token
-# A key closer than this to what the polynomial gives, as a share of its squared length, is not novel at all: rounding
-# must not choose tokens where a text begins with one that comes again and again, or results depend on how it is split.
+# Squared errors below this share of the squared key count as 0. Otherwise rounding would choose among repeated tokens
+# at the beginning of a text, and results would depend on how it is split into calls.
 ROUNDING = 1e-6
 
 
 class Newest(NamedTuple):
-    """Reads the newest `tokens` of elastic memory's polynomial, each at its middle."""
+    """Elastic memory's operators, with R at the middles of the newest `tokens`."""
 
     order: int
     tokens: int
 
-    def like(self, start: int, end: int) -> tuple[int, int]:
-        """Every time has its own."""
+    def earliest(self, start: int, end: int) -> tuple[int, int]:
+        """Every time has operators of its own."""
         return start, end
 
     def step(self, start: int, end: int) -> Step:
@@ -35,7 +35,7 @@ class Newest(NamedTuple):
         return Step(hippo.transition(self.order, start, end), hippo.projection(self.order, start, end))
 
     def reader(self, history: int) -> Float[Tensor, "token order"]:
-        """R at the tokens."""
+        """R, one row per token."""
         middles = torch.arange(history - self.tokens, history, dtype=torch.float64) + 0.5
         return hippo.basis(self.order, middles / history)
 
@@ -73,9 +73,9 @@ class OutliersMemory(ParallelMemory):
         options = {"points": points, "sampling": sampling, "sampling_options": sampling_options}
         self.elastic, self.raw = with_raw_tokens(geometry, order, share, **options, detach_every=detach_every)
         self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
-        self._settle()
+        self._update_rule()
 
-    def _settle(self) -> None:
+    def _update_rule(self) -> None:
         self.retrieval = self.elastic.retrieval
         self.rule = Newest(self.elastic.bank.order, self.geometry.block_size)
 
@@ -97,18 +97,18 @@ class OutliersMemory(ParallelMemory):
         rule = self.rule._replace(tokens=block.key.shape[2])
         reader = reader_of(rule, seen + rule.tokens, str(block.key.device), torch.float32)
         novelty = torch.cat((state[4], _novelty(block.key, reader @ coefficients[0])), dim=2)
-        novelty, index = _most(novelty, self.raw)
+        novelty, index = _most_novel(novelty, self.raw)
         raw = [torch.cat((a, b.float()), dim=2) for a, b in zip(state[2:4], block[:2], strict=True)]
-        return (*coefficients, *(_take(part, index) for part in raw), novelty)
+        return (*coefficients, *(_gather(part, index) for part in raw), novelty)
 
     def read_all(self, key: KeyValues, value: KeyValues, host: Host) -> Sequence[Reading]:
-        """The most novel tokens of a history are those that a stream has kept: straight from the sample."""
+        """Raw tokens come straight from the sample: the most novel of a history are those that a stream has kept."""
         size, readings = static(self.geometry.block_size), []
         novelty = self._novelty_of_all(key)
         for block, polynomial in enumerate(self.elastic.read_all(key, value, host), 1):
             seen = block * size
-            index = _most(novelty[:, :, :seen], self.raw)[1]
-            readings.append(beside(polynomial, [_take(self.history(x, block), index) for x in (key, value)]))
+            index = _most_novel(novelty[:, :, :seen], self.raw)[1]
+            readings.append(beside(polynomial, [_gather(self.history(x, block), index) for x in (key, value)]))
         return readings
 
     @torch.no_grad()
@@ -119,14 +119,14 @@ class OutliersMemory(ParallelMemory):
         signal, found = key.permute(1, 2, 0, 3), []
         with torch.autocast(key.device.type, enabled=False):
             for index, state in enumerate(states(plan, signal.flatten(2).to(dtype), size)):
-                given = (plan.readers[index] @ state).unflatten(2, (key.shape[0], -1)).permute(2, 0, 1, 3)
-                found.append(_novelty(key[:, :, index * size : (index + 1) * size], given))
+                reconstructed = (plan.readers[index] @ state).unflatten(2, (key.shape[0], -1)).permute(2, 0, 1, 3)
+                found.append(_novelty(key[:, :, index * size : (index + 1) * size], reconstructed))
         return torch.cat(found, dim=2) if found else key[:, :, :0, 0]
 
     def set_retrieval(self, **changes: Any) -> None:
         """Change how the polynomial is read; the raw tokens stay as they are."""
         self.elastic.set_retrieval(**changes)
-        self._settle()
+        self._update_rule()
 
     def adapt(self, state: State) -> tuple[State, str | None]:
         """Fit the polynomial to another order."""
@@ -136,25 +136,25 @@ class OutliersMemory(ParallelMemory):
 
 @torch.no_grad()
 def _novelty(
-    key: Float[Tensor, "batch kv_head token dim"], given: Float[Tensor, "batch kv_head token dim"]
+    key: Float[Tensor, "batch kv_head token dim"], reconstructed: Float[Tensor, "batch kv_head token dim"]
 ) -> Float[Tensor, "batch kv_head token"]:
-    """Squared distance of keys from what the polynomial gives, relative to the mean of the block.
+    """Squared error of reconstructed keys, relative to the mean of the block.
 
-    The polynomial gets coarser as the history grows. Relative to its block, a token is as novel early as late.
+    Relative, because the polynomial gets coarser as the history grows: late tokens would all be more novel.
     """
     key = wide(key)
-    distance = (key - given).square().sum(3)
-    distance = torch.where(distance > ROUNDING * key.square().sum(3), distance, 0)
-    return distance / distance.mean(2, keepdim=True).clamp(min=1e-30)
+    error = (key - reconstructed).square().sum(3)
+    error = torch.where(error > ROUNDING * key.square().sum(3), error, 0)
+    return error / error.mean(2, keepdim=True).clamp(min=1e-30)
 
 
-def _most(
+def _most_novel(
     novelty: Float[Tensor, "batch kv_head token"], count: int
 ) -> tuple[Float[Tensor, "batch kv_head kept"], Int[Tensor, "batch kv_head kept"]]:
-    """The largest, and where they are; of equals the older, so that a stream keeps what a sample does."""
+    """The largest novelties and their indices; of equal ones the older, so that a stream keeps what a sample does."""
     values, index = novelty.sort(dim=2, descending=True, stable=True)
     return values[:, :, :count], index[:, :, :count]
 
 
-def _take(part: Tensor, index: Int[Tensor, "batch kv_head kept"]) -> Tensor:
+def _gather(part: Tensor, index: Int[Tensor, "batch kv_head kept"]) -> Tensor:
     return part.gather(2, index[..., None].expand(-1, -1, -1, part.shape[3]))

@@ -1,7 +1,7 @@
-"""Operators over a clock that is learned: those of hippo.py at given times, with gradients to these times.
+"""`hippo.transitions` and `hippo.projections` with gradients to their times, for clocks that are learned.
 
-The derivative of P(r) = r^A is A P / r, that of an integral of the basis up to u is the basis at u. To torch.compile
-each is one operation: float64 recurrences must not be traced.
+The derivative of P(r) = r^A is A P / r, that of an integral of the basis up to u is the basis at u. Both are custom
+operations, so that torch.compile does not trace float64 recurrences.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from elastic_memory import hippo
 from elastic_memory.shapes import Tensor
 
-AT_ONCE = 64  # operators whose derivatives, in float64, are in memory together
+AT_ONCE = 64  # operators whose float64 derivatives are in memory together
 
 
 @torch.library.custom_op("elastic_memory::clock_transitions", mutates_args=())
@@ -42,7 +42,7 @@ def _projections_backward(gradient: Tensor, places: Tensor, order: int) -> Tenso
     for some, own in zip(places.flatten(0, -2).split(AT_ONCE), gradient.flatten(0, -3).split(AT_ONCE), strict=True):
         own = own.double()
         by_edge = F.pad(own, (1, 0)) - F.pad(own, (0, 1))  # the end of one token is the beginning of the next
-        # `hippo.basis` would check the places, and wait for a GPU
+        # `hippo.basis` checks its points, which synchronises with a GPU
         basis = next(hippo.legendre(some.flatten(), order - 1))[1:].unflatten(1, some.shape)
         found.append((basis * roots[:, None, None] * by_edge.movedim(1, 0)).sum(0))
     return torch.cat(found).view(places.shape)
@@ -64,16 +64,16 @@ def _(gradient: Tensor, times: Tensor, order: int) -> Tensor:
     return torch.empty_like(times)
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, int, torch.dtype], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, int, torch.dtype], output: Tensor) -> None:
     times, ctx.order, _ = inputs
     ctx.save_for_backward(times)
 
 
 transitions.register_autograd(
     lambda ctx, gradient: (_transitions_backward(gradient, *ctx.saved_tensors, ctx.order), None, None),
-    setup_context=_remember,
+    setup_context=_save_inputs,
 )
 projections.register_autograd(
     lambda ctx, gradient: (_projections_backward(gradient, *ctx.saved_tensors, ctx.order), None, None),
-    setup_context=_remember,
+    setup_context=_save_inputs,
 )

@@ -1,4 +1,4 @@
-"""Raw tokens from where elastic memory would look in the history: a control for the gain from compression."""
+"""Raw tokens at elastic memory's sample points: a control for what compression gains."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -15,7 +15,7 @@ from elastic_memory.shapes import Float, Int, Tensor
 
 
 class Picked(NamedTuple):
-    """Raw keys and values, newest last, zeros where nothing came yet; and when each was read, in tokens before now."""
+    """Raw keys and values, newest last, zeros while there are fewer; and the age of each in tokens, negative."""
 
     key: Float[Tensor, "batch kv_head order dim"]
     value: Float[Tensor, "batch kv_head order dim"]
@@ -23,14 +23,14 @@ class Picked(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which tokens stay."""
+    """Which tokens are kept."""
 
     order: int
     sampling: str | Callable[..., Tensor]
     options: tuple[tuple[str, object], ...]
 
     def choose(self, time: Float[Tensor, "batch candidate"], seen: int) -> Int[Tensor, "batch order"]:
-        """Indices of those candidates, of all that a history of `seen` tokens left, that stay."""
+        """Indices of the candidates to keep after `seen` tokens."""
         points = samplings.sample_points(self.sampling, self.order, seen, **dict(self.options))
         if points.ndim == 2:
             points = points.mean(1)
@@ -44,8 +44,8 @@ class SampledMemory(ParallelMemory):
     ones, those nearest to the sample points; collisions move outward to the nearest free token. A cell stands for its
     middle. Until more than `order` tokens came, all of them are kept.
 
-    `mass`: a token gets on its scores the logarithm of how many tokens are nearer to it than to any other that was
-    kept. `query`: rotated or raw, as for elastic memory.
+    `mass`: add to a token's scores the logarithm of the number of tokens that are nearer to it than to any other kept
+    one. `query`: rotated or raw, as for elastic memory.
     """
 
     info = MemoryInfo(
@@ -124,7 +124,7 @@ def log_mass(time: Float[Tensor, "batch kept"], seen: int) -> Float[Tensor, "bat
 
 
 def nearest(time: Float[Tensor, "batch candidate"], points: Float[Tensor, " order"]) -> Int[Tensor, "batch order"]:
-    """Indices of candidates close to the points, all different; both ascend."""
+    """Ascending indices of different candidates close to the points, which ascend too."""
     after = torch.searchsorted(time, points.expand(len(time), -1).contiguous()).clamp(1, time.shape[1] - 1)
     closer = points - time.gather(1, after - 1) <= time.gather(1, after) - points
     # Different and ascending means that index minus rank may not fall. Where it does, older points could be moved

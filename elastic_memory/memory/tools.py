@@ -1,4 +1,4 @@
-"""What several mechanisms use."""
+"""Helpers that several mechanisms share."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -24,10 +24,10 @@ def gated(
 
 
 def group_by_size(blocks: int, readings: Sequence[Reading], alone: int = 1) -> list[tuple[int, int, Reading | None]]:
-    """Neighbouring blocks whose readings have one size, for one call each: (first, last, their readings as one batch).
+    """Neighbouring blocks whose readings have one size, as (first, last, readings as one batch), for one call each.
 
-    The readings are those of the last blocks; earlier ones have none. The first blocks are `alone`, as they have fewer
-    tokens before them than the others.
+    `readings` are those of the last blocks; earlier ones have none. Each of the first `alone` blocks is a group of its
+    own, because fewer tokens precede it.
     """
     own = [None] * (blocks - len(readings)) + list(readings)
     sizes = [(min(index, alone), -1 if one is None else static(one[0].shape[2])) for index, one in enumerate(own)]
@@ -43,24 +43,24 @@ def group_by_size(blocks: int, readings: Sequence[Reading], alone: int = 1) -> l
 
 
 def real_features(dim: int, stored: int, device: torch.device | None = None) -> Bool[Tensor, " stored"]:
-    """Which of a head's `stored` features are among its `dim` real ones: padding stands behind either half."""
+    """Which of a head's `stored` features are among its `dim` real ones: each half ends with padding."""
     half = torch.arange(stored // 2, device=device) < dim // 2
     return torch.cat((half, half))
 
 
 def padded(weight: Float[Tensor, "head dim"], stored: int) -> Float[Tensor, "head stored"]:
-    """Weights of a head's real features as weights of its stored ones: zeros stand behind either half."""
+    """Weights of a head's real features as weights of its stored ones: each half ends with zeros."""
     halves = weight.unflatten(1, (2, -1))
     return torch.nn.functional.pad(halves, (0, stored // 2 - halves.shape[2])).flatten(1)
 
 
 def static(number: int) -> int:
-    """`number` as a constant of compiled graphs, even under dynamic shapes: torch.compile makes one for `range`."""
+    """`number` as a constant of compiled graphs, even under dynamic shapes: `range` makes torch.compile specialise."""
     return len(range(number))
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32 at least, as states are."""
+    """x in float32 or wider, as states are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -72,7 +72,7 @@ def one_of(name: str, value: Any, names: Sequence[str]) -> Any:
 
 
 def full_precision(function: Callable) -> Callable:
-    """Run a method without autocast: state is float32 whatever the activations are."""
+    """Run a method without autocast, as states are float32 whatever the activations are."""
 
     def run(self: Any, state: tuple[Tensor, ...], *args: Any) -> Any:
         with torch.autocast(state[0].device.type if state else "cpu", enabled=False):

@@ -1,4 +1,4 @@
-"""What peft must know about our models: where adapters go if nobody says."""
+"""What peft must know about our models: the default modules for adapters."""
 
 import sys
 

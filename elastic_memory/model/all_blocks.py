@@ -1,7 +1,7 @@
-"""A whole sample at once: what its blocks read from memory, and attention in all of them.
+"""All blocks of a sample at once: their readings, then their attention.
 
-It computes what `MemoryLayer.one_block` does block after block. Blocks are an axis of their own, [batch, block, head,
-token, dim]; for attention, blocks with as many columns in front of them become rows of one batch.
+The result is that of `MemoryLayer.one_block`, block after block. Blocks are an axis of their own, [batch, block, head,
+token, dim]; for attention, blocks with equally many columns in front of them become rows of one batch.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ windows = find("windows")
 
 
 def read(memory: ParallelMemory, locality: Locality, key: Heads, value: Heads, host: Host) -> Sequence[Reading]:
-    """What the last blocks of a sample read from memory; memory lags behind a window of several blocks."""
+    """The readings of the last blocks of a sample; memory lags behind a window of several blocks."""
     lag = locality.lag
     if not lag:
         return memory.read_all(key, value, host)
     blocks, written = -(-key.shape[2] // locality.block_size), max(key.shape[2] - lag, 1)
     readings = memory.read_all(key[:, :, :written], value[:, :, :written], host)
-    if memory.reads_start:  # until something has left the window, as block 0 does
+    if memory.reads_start:  # blocks before anything has left the window read the empty state
         return [readings[0]] * (blocks - len(readings)) + list(readings)
     return readings
 
@@ -36,19 +36,20 @@ def read(memory: ParallelMemory, locality: Locality, key: Heads, value: Heads, h
 def attend(
     layer: DecoderLayer, rope: Rope, query: Heads, key: Heads, value: Heads, readings: Sequence[Reading]
 ) -> Heads:
-    """`MemoryAttention.mix` for all blocks; the readings are those of the last ones."""
+    """`MemoryAttention.mix` for all blocks; `readings` are those of the last blocks, earlier ones have none."""
     attention, memory, length = layer.self_attn, layer.memory, query.shape[2]
     outside = len(readings) > 0 and not memory.shares_softmax
     joining = [] if outside else readings
     query, raw = used_twice(query) if outside or memory.raw_queries else (query, None)
-    size = layer.locality.span(length)
+    size = layer.locality.block_length(length)
     query, key, value = (_split(x, size) for x in (query, key, value))
     raw = None if raw is None else _split(raw, size)
-    if layer.window is not None and _slides_fast(layer, query, key, value):
-        rotated = _inside(rope, query) if len(readings) > 0 else query  # only memory is read from inside a block
+    without_masks = layer.window is not None and attention.corrupt is None and windows is not None
+    if without_masks and windows.supports(query, key):
+        rotated = _rotate(rope, query) if len(readings) > 0 else query  # only memory needs positions inside blocks
         mixed = _slide(layer, rope, query, key, value, rotated, raw, joining)
     else:
-        rotated = _inside(rope, query)
+        rotated = _rotate(rope, query)
         mixed = _in_groups(layer, rope, rotated, key, value, raw, joining)
     if outside:
         mixed = attention.blend(mixed, memory.mix_all(mixed, raw, rotated, readings))
@@ -67,14 +68,14 @@ def _in_groups(
 ) -> Blocks:
     """Attention of each block to its reading, to the window before it if attention slides, and to itself."""
     attention, window, size, parts = layer.self_attn, layer.window, key.shape[3], []
-    rotated_key = _inside(rope, key)
+    rotated_key = _rotate(rope, key)
     alone = int(len(readings) > 0) if window is None else -(-window // size)
     for first, last, reading in group_by_size(rotated.shape[1], readings, alone):
         own_query, own_key, own_value = (x[:, first:last].flatten(0, 1) for x in (rotated, rotated_key, value))
         unrotated = None if raw is None else raw[:, first:last].flatten(0, 1)
-        local, mask = attention.probed(own_key, own_value), None
+        local, mask = attention.corrupted(own_key, own_value), None
         if window is not None and first > 0:
-            before = _before(rope, key, value, window, first, last)
+            before = _windows_before(rope, key, value, window, first, last)
             local = torch.cat((before[0], local[0]), 2), torch.cat((before[1], local[1]), 2)
         columns = attention.prepend(reading, *local)
         if window is not None:
@@ -85,8 +86,8 @@ def _in_groups(
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
-def _before(rope: Rope, key: Blocks, value: Blocks, window: int, first: int, last: int) -> tuple[Heads, Heads]:
-    """Keys, at their positions, and values of the tokens of a window before each block from `first` to `last`."""
+def _windows_before(rope: Rope, key: Blocks, value: Blocks, window: int, first: int, last: int) -> tuple[Heads, Heads]:
+    """Rotated keys and values of the window before each of blocks `first` to `last - 1`, as rows of one batch."""
     size = key.shape[3]
     count = min(first * size, window)
     # [batch, head, token, dim] -> windows [batch, head, block, dim, token], each moved on by a block
@@ -100,13 +101,6 @@ def _before(rope: Rope, key: Blocks, value: Blocks, window: int, first: int, las
     return rope(key, torch.arange(-count, 0, device=key.device)), value
 
 
-def _slides_fast(layer: DecoderLayer, query: Blocks, key: Blocks, value: Blocks) -> bool:
-    """Whether sliding attention runs without masks."""
-    if windows is None or layer.self_attn.corrupt is not None:
-        return False
-    return bool(windows.supports(query, key))
-
-
 def _slide(
     layer: DecoderLayer,
     rope: Rope,
@@ -117,15 +111,14 @@ def _slide(
     raw: Blocks | None,
     readings: Sequence[Reading],
 ) -> Blocks:
-    """Sliding attention without masks: the window in one softmax part, memory in another."""
+    """Sliding attention without masks: the window and memory's columns are two parts of one softmax."""
     attention, parts = layer.self_attn, []
     for first, last, reading in group_by_size(query.shape[1], readings, alone=0):
         if reading:
-            known, held = (part.to(value.dtype) for part in reading[:2])
-            asking, unrotated = (x if x is None else x[:, first:last].flatten(0, 1) for x in (rotated, raw))
-            if not attention.scores_alike:
-                asking, known = attention.looking(asking, unrotated, known, reading)
-            parts.append((asking, known, held))
+            memory_key, memory_value = (part.to(value.dtype) for part in reading[:2])
+            own_query, unrotated = (x if x is None else x[:, first:last].flatten(0, 1) for x in (rotated, raw))
+            own_query, memory_key = attention.memory_query_key(own_query, unrotated, memory_key, reading)
+            parts.append((own_query, memory_key, memory_value))
     whole = rope.inside(_joined(query)), rope.inside(_joined(key)), _joined(value)
     mixed = windows.attend(*whole, layer.window, attention.scaling, parts)
     if parts and layer.memory.blend is not None:
@@ -134,7 +127,7 @@ def _slide(
 
 
 def _split(x: Heads, size: int) -> Blocks:
-    """Cut the tokens into blocks; zeros fill the last, which no earlier token sees. No copy if all are full."""
+    """Cut the tokens into blocks, the last padded with zeros behind its tokens. No copy if all blocks are full."""
     x = x.transpose(1, 2)
     short = -x.shape[1] % size
     if short:
@@ -143,10 +136,10 @@ def _split(x: Heads, size: int) -> Blocks:
 
 
 def _joined(x: Blocks) -> Heads:
-    """Undo `_split`, without the copy."""
+    """The tokens of all blocks in sequence, padding included: a view of what `_split` returns."""
     return x.transpose(2, 3).flatten(1, 2).transpose(1, 2)
 
 
-def _inside(rope: Rope, x: Blocks) -> Blocks:
-    """At positions inside each block."""
+def _rotate(rope: Rope, x: Blocks) -> Blocks:
+    """Rotate each block by positions 0, 1, ... inside it."""
     return rope.inside(x.flatten(0, 1)).unflatten(0, x.shape[:2])

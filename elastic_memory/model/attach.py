@@ -19,7 +19,7 @@ from elastic_memory.memory.counts import extra_parameters
 from elastic_memory.model.backbone import MemoryBackbone
 from elastic_memory.model.configuration import MEMORY, MemorySettings, geometry_of, refuse_dropout
 from elastic_memory.model.modeling import MemoryCausalLM, memory_layers, name_causal_lm, refuse_spread
-from elastic_memory.model.saved_defaults import RECORD, defaults, older, warn_of_defaults
+from elastic_memory.model.saved_defaults import RECORD, defaults, recorded, warn_of_defaults
 
 # Decoders whose layers consist of PARTS and nothing else (tests/model/test_families.py).
 FAMILIES = ("arcee", "gemma", "jais2", "llama", "mistral", "qwen2", "qwen3")
@@ -75,18 +75,18 @@ def attach_memory(
     values = DEFAULTS | (_kept(saved, given) if again else {}) | given
     values["memory_options"] = values["memory_options"] | memory_options
     settings = _settings(model, values)
-    if _silent(silent, settings, again):
+    if _starts_silent(silent, settings, again):
         values["memory_options"]["silent"] = True
         settings = _settings(model, values)
     if again and not hasattr(config, RECORD):
         warn_of_defaults(settings, model.name_or_path)
     elif again:
-        values |= older(settings, getattr(config, RECORD))
+        values |= recorded(settings, getattr(config, RECORD))
         settings = _settings(model, values)
 
     # Everything that may fail comes before the first change.
     layers_with_memory = memory_layers(model.model, settings)
-    _match(layers_with_memory, model, values["memory"])
+    _initialise(layers_with_memory, model, values["memory"])
     if again:
         _restore(layers_with_memory, model.name_or_path)
     config = _own_config(model)
@@ -213,8 +213,8 @@ def _kept(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return saved | options | ({"sampling_options": None} if other else {}) | ({} if slides else {"window": None})
 
 
-def _silent(silent: bool | None, settings: MemorySettings, again: bool) -> bool:
-    """Whether the memory starts silent: as given, as saved, or if it is new and can."""
+def _starts_silent(silent: bool | None, settings: MemorySettings, again: bool) -> bool:
+    """Whether the memory has blends: as given or saved; by default a new memory, if it has a state."""
     check_type("silent", silent, bool | None)
     had = bool(settings.memory_options.get("silent"))
     if again and silent not in (None, had):
@@ -244,7 +244,7 @@ def _settings(model: Any, values: dict[str, Any]) -> MemorySettings:
 
 @torch.no_grad()
 def _restore(layers: nn.ModuleList, name: str) -> None:
-    """Load the memory's own parameters from the checkpoint; a model without memory did not."""
+    """Load the memory's own parameters, which a model without memory left in the checkpoint."""
     wanted = {
         f"model.layers.{index}.self_attn.memory.{part}": parameter
         for index, layer in enumerate(layers)
@@ -267,8 +267,8 @@ def _restore(layers: nn.ModuleList, name: str) -> None:
         raise ValueError(f"{name}: its memory was saved without {min(wanted)}")
 
 
-def _match(layers: nn.ModuleList, model: Any, memory: str) -> None:
-    """Put new parameters on the device and in the precision of their layer, and initialise them."""
+def _initialise(layers: nn.ModuleList, model: Any, memory: str) -> None:
+    """Initialise new parameters, on the device and in the precision of their layer."""
     for layer in layers:
         like = layer.input_layernorm.weight  # projections may be quantised
         if like.is_meta and hasattr(layer.input_layernorm, "_hf_hook") and extra_parameters(layer.memory):

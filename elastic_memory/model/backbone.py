@@ -24,7 +24,7 @@ class MemoryBackbone(Mixed):
 
     def rope(self, size: int = 0) -> Rope:
         """Rotary positions of this model, with a table for blocks of `size` tokens."""
-        device = next(self.rotary_emb.buffers()).device  # embeddings may be offloaded
+        device = next(self.rotary_emb.buffers()).device  # embeddings may be offloaded: ask the rotary tables
         return Rope(self.rotary_emb, self.embed_tokens.weight.new_empty((), device=device), size=size)
 
     def offloaded(self) -> bool:
@@ -73,8 +73,8 @@ class MemoryBackbone(Mixed):
         source = rows.align(source) if rows else source
         hidden = self.residual(self.embed_tokens(source) if input_ids is not None else source)
         every = []
-        spans = [layer.span(hidden.shape[1]) for layer in self.layers]
-        before, behind = (max(ends) for ends in zip(*spans, strict=True))
+        positions = [layer.positions(hidden.shape[1]) for layer in self.layers]
+        before, behind = (max(counts) for counts in zip(*positions, strict=True))
         # `Rope` needs the type and device of `hidden` only; compiled graphs would also depend on its length.
         rope = Rope(self.rotary_emb, hidden.new_empty(()), before, behind)
         if output_hidden_states:
@@ -125,10 +125,7 @@ class MemoryBackbone(Mixed):
 
 
 def check_mask(mask: Tensor, rows: int, columns: int, before: int | None = None) -> None:
-    """Refuse a mask that does not say of every token whether it is real.
-
-    It may speak of tokens read before, too: of all of them, if it is known that there were `before`.
-    """
+    """Refuse a mask that fits neither the new tokens nor all of them; `before`: those read earlier, if known."""
     fits = mask.ndim == 2 and mask.shape[0] == rows and mask.shape[1] >= columns
     if not fits or (before is not None and mask.shape[1] not in (columns, before + columns)):
         after = f" after {before}" if before else ""
@@ -159,7 +156,7 @@ def check_columns(source: Tensor) -> None:
 
 
 def _refuse(config: Any, source: Any, mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Refuse what would have to be ignored."""
+    """Refuse arguments that would have to be ignored."""
     if options.get("output_attentions", config.output_attentions):
         raise ValueError("output_attentions: fused attention kernels do not return their weights")
     if not options.get("is_causal", True):

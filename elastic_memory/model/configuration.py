@@ -17,7 +17,7 @@ from elastic_memory.memory import MEMORIES, Geometry, Memory
 from elastic_memory.memory.contract import check_type, with_new_names
 from elastic_memory.model.adapters import tell_peft
 from elastic_memory.model.locality import Locality
-from elastic_memory.model.saved_defaults import RECORD, defaults, older, warn_of_defaults
+from elastic_memory.model.saved_defaults import RECORD, defaults, recorded, warn_of_defaults
 
 LOCAL_ATTENTION = ("block", "sliding", "full")
 
@@ -97,7 +97,7 @@ class MemorySettings:
 
     @property
     def _host_geometry(self) -> Geometry:
-        """The layer, as its memory is told of it."""
+        """The geometry that memories are built with: whether attention slides, too."""
         return replace(self.geometry, sliding=self.local_attention == "sliding")
 
     def options(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class MemorySettings:
         }
         given = {name: value for name, value in named.items() if value is not None}
         for name in given.keys() & self.memory_options.keys():
-            raise ValueError(f"{name!r} stands in memory_options and as a setting of its own: give it once")
+            raise ValueError(f"{name!r} is in memory_options and is a setting of its own, too: give it once")
         return given | self.memory_options
 
     def layers(self) -> list[int]:
@@ -168,11 +168,11 @@ class MemoryLlamaConfig(LlamaConfig):
         refuse_dropout(self)
         self.settings()
         if record is not None:
-            self._keep(record)
+            self._restore(record)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers. Keys that are unknown here are kept for those who know them, and named in a warning."""
+        """As in transformers. Unknown keys are kept, for other programs, and named in a warning."""
         if config_dict.get("memory_options"):
             config_dict = config_dict | {"memory_options": with_new_names(config_dict["memory_options"])}
         unknown = _unknown(cls, config_dict)
@@ -185,14 +185,14 @@ class MemoryLlamaConfig(LlamaConfig):
         made = super().from_dict(known | {LOADED: loaded}, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         if RECORD in config_dict:
-            config._keep(config_dict[RECORD])  # after `kwargs`: what is given when loading counts
+            config._restore(config_dict[RECORD])  # after `kwargs`: what is given when loading counts
         elif place is not None:
             warn_of_defaults(config.settings(), place)
         return made
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; told where it is, as `AutoConfig` does."""
+        """As in transformers; passes `name_or_path` on, as `AutoConfig` does."""
         told = {"name_or_path": str(pretrained_model_name_or_path)} | kwargs
         return super().from_pretrained(pretrained_model_name_or_path, *args, **told)
 
@@ -201,10 +201,9 @@ class MemoryLlamaConfig(LlamaConfig):
         tell_peft(self.model_type)
         return super().to_dict()
 
-    def _keep(self, record: Any) -> None:
-        """The options that the model was saved with, where defaults have changed since."""
-        changes = older(self.settings(), record)
-        for name, value in changes.items():
+    def _restore(self, record: Any) -> None:
+        """Set the options that the model was saved with, where defaults have changed since."""
+        for name, value in recorded(self.settings(), record).items():
             setattr(self, name, value)
         self.settings()
 
@@ -217,14 +216,14 @@ class MemoryLlamaConfig(LlamaConfig):
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
-            delattr(self, RECORD)  # it is of the file: settings may change before the next
+            delattr(self, RECORD)  # it belongs to this file: settings may change before the next save
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Nothing to do: models are saved with a line that imports our code, never with a copy of it."""
 
     def stored(self) -> Self:
-        """The configuration whose shapes the weights have: with `pad_heads`, heads of a multiple of 8."""
+        """The configuration with the shapes of the weights: with `pad_heads`, head_dim is a multiple of 8."""
         if not self.pad_heads:
             return self
         return type(self).from_dict(self.to_dict() | {"head_dim": -(-self.head_dim // 8) * 8, "pad_heads": False})
@@ -233,14 +232,12 @@ class MemoryLlamaConfig(LlamaConfig):
         """The shape of a layer."""
         return geometry_of(self, self.block_size)
 
-    def _stored_geometry(self) -> Geometry:
-        """The shape of a layer whose heads may be padded."""
-        padded = self.head_dim if self.pad_heads else None
-        return replace(self.stored().geometry(), scale=self.head_dim**-0.5, features=padded)
-
     def settings(self, stored: bool = False) -> MemorySettings:
-        """The memory part of the configuration, checked; for heads as they are stored, if asked."""
-        geometry = self._stored_geometry() if stored else self.geometry()
+        """The memory part of the configuration, checked; `stored`: for heads as their weights are stored."""
+        geometry = self.geometry()
+        if stored:
+            padded = self.head_dim if self.pad_heads else None
+            geometry = replace(self.stored().geometry(), scale=self.head_dim**-0.5, features=padded)
         values = {item.name: getattr(self, item.name) for item in fields(MemorySettings) if item.name != "geometry"}
         return MemorySettings(**values | {"geometry": geometry, "memory_options": self.memory_options or {}})
 
@@ -303,7 +300,7 @@ def _check_window(window: int | None, local_attention: str, block_size: int) -> 
 
 
 def refuse_dropout(config: Any) -> None:
-    """Attention with memory runs on kernels without dropout."""
+    """Refuse attention dropout: the kernels of attention with memory have none."""
     rate = getattr(config, "attention_dropout", 0)
     if rate:
         raise ValueError(f"attention_dropout={rate}: attention with memory has no dropout; give attention_dropout=0.0")
@@ -315,7 +312,7 @@ _TRANSFORMERS = {
     "quantization_config", "rope_scaling", "rope_theta", "torch_dtype", "experts_implementation", "default_theta",
     "ignore_keys_at_rope_validation", "return_unused_kwargs", RECORD,
 }  # fmt: skip
-LOADED = "_loaded"  # how `from_dict` passes on what is unknown
+LOADED = "_loaded"  # the keyword by which `from_dict` passes on unknown keys
 
 
 def _unknown(kind: Any, given: dict[str, Any]) -> dict[str, str | None]:

@@ -25,7 +25,7 @@ class MemoryLayer(DecoderLayer):
     """A decoder layer with memory, for whole samples."""
 
     def blocks(self, hidden: Hidden, rope: Rope) -> Hidden:
-        """Whole samples, all blocks at once where the mechanism allows it."""
+        """The layer's output for whole samples, all blocks at once where the mechanism allows it."""
         if isinstance(self.memory, ParallelMemory):
             return self.all_blocks(hidden, rope)
         outputs, size = [], self.locality.block_size
@@ -39,9 +39,9 @@ class MemoryLayer(DecoderLayer):
     def one_block(
         self, tokens: Hidden, rope: Rope, state: State, seen: int, reads: bool, writes: bool
     ) -> tuple[Hidden, State]:
-        """One block: read the memory, attend, write. Its output, and the state after it.
+        """One block: read the memory, attend, write. Returns the block's output and the state after it.
 
-        `reads` is False in the first block, when there is nothing to read; `writes` in the last, when nobody will.
+        `reads` is False in the first block, which has nothing to read; `writes` in the last, whose state nobody reads.
         """
         if fast is not None and fast.supports(self):
             return fast.one_block(self, tokens, rope, state, seen, reads, writes)
@@ -49,17 +49,17 @@ class MemoryLayer(DecoderLayer):
         query, key, value = attention.project(self.input_layernorm(tokens))  # line 1 of Algorithm 1
         rotated, rotated_key = rope.inside(query), rope.inside(key)  # line 2
         reading = memory.read(state, seen, self.host(rope)) if reads else None  # lines 3 and 4
-        columns = attention.prepend(reading, *attention.probed(rotated_key, value))  # line 5
+        columns = attention.prepend(reading, *attention.corrupted(rotated_key, value))  # line 5
         mixed = attention.mix(query, rotated, *columns, reading)  # lines 6 and 7
         output = self.finish(tokens, mixed)  # line 10
         if writes:
             if isinstance(memory, SummaryTokenMemory):
-                tail = self.behind(output, rope, attention.prepend(reading, rotated_key, value), reading)
+                tail = self.tail_output(output, rope, attention.prepend(reading, rotated_key, value), reading)
             state = memory.write(state, Block(key, value, output, tail), seen)  # lines 8 and 9
         return output, state
 
     def all_blocks(self, hidden: Hidden, rope: Rope) -> Hidden:
-        """All blocks at once: first what each reads from memory, which needs only keys and values, then attention."""
+        """All blocks at once: first their readings, which need only keys and values, then attention."""
         query, key, value = self.self_attn.project(self.input_layernorm(hidden))
         written_key, written_value = key, value
         if self.memory.reach != 0:
@@ -70,17 +70,17 @@ class MemoryLayer(DecoderLayer):
     def attend_blocks(
         self, hidden: Hidden, rope: Rope, heads: tuple[Heads, Heads, Heads], readings: Sequence[Reading]
     ) -> Hidden:
-        """The layer's output, given queries, keys and values of all blocks and what the last of them read."""
+        """The layer's output, given queries, keys and values of all blocks and the readings of the last ones."""
         return self.finish(hidden, all_blocks.attend(self, rope, *heads, readings))
 
     def tail(self, like: Hidden) -> Float[Tensor, "batch tail width"]:
         """The summary tokens behind a block, for each row."""
         return self.memory.tail().to(like.dtype).expand(len(like), -1, -1)
 
-    def behind(
+    def tail_output(
         self, block: Hidden, rope: Rope, columns: tuple[Heads, Heads], reading: Reading | None
     ) -> Float[Tensor, "batch tail width"]:
-        """The layer's output for the summary tokens behind a block, which attend to its `columns` and each other."""
+        """The layer's output for the summary tokens behind a block, which attend to `columns` and each other."""
         tokens, length = self.tail(block), block.shape[1]
         positions = torch.arange(length, length + tokens.shape[1], device=tokens.device)
         query, key, value = self.self_attn.project(self.input_layernorm(tokens))
@@ -88,7 +88,7 @@ class MemoryLayer(DecoderLayer):
         return self.finish(tokens, self.self_attn.mix(query, rope(query, positions), *columns, reading))
 
     def host(self, rope: Rope) -> Host:
-        """This layer, as its memory sees it."""
+        """What the memory may ask of this layer."""
 
         def project(tokens: Hidden) -> tuple[Heads, Heads]:
             _, key, value = self.self_attn.project(self.input_layernorm(tokens.to(self.input_layernorm.weight.dtype)))
@@ -99,9 +99,9 @@ class MemoryLayer(DecoderLayer):
 
         return Host(lagging if self.locality.lag else rope, project)
 
-    def span(self, length: int) -> tuple[int, int]:
-        """Positions that a sample of `length` tokens needs: before a block, and from its beginning on."""
-        size, memory = self.locality.span(length), self.memory
+    def positions(self, length: int) -> tuple[int, int]:
+        """How many rotary positions a sample of `length` tokens needs: before a block, and from its start on."""
+        size, memory = self.locality.block_length(length), self.memory
         if isinstance(memory, SummaryTokenMemory):
             return memory.front_size, size + len(memory.tail()) + PADDING
         if self.window is not None and all_blocks.windows is not None and length <= all_blocks.windows.LONGEST:

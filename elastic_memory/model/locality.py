@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Locality:
-    """Its `block`, the newest `window` tokens (`sliding`), or all (`full`)."""
+    """The `kind` of local attention: to the token's block, the newest `window` tokens (sliding), or all (full)."""
 
-    kind: str
+    kind: str  # block, sliding or full
     block_size: int
     window: int  # of sliding attention, whole blocks
 
@@ -18,9 +18,9 @@ class Locality:
 
     @property
     def lag(self) -> int:
-        """Tokens before a block that its memory does not hold yet, as the window shows them to the whole block."""
+        """Tokens before a block that its memory does not hold yet, because every token of the block sees them."""
         return self.window - self.block_size if self.sliding else 0
 
-    def span(self, length: int) -> int:
-        """Block length for a sample of `length` tokens."""
+    def block_length(self, length: int) -> int:
+        """Tokens of a block in a sample of `length` tokens."""
         return length if self.kind == "full" else min(self.block_size, length)

@@ -14,7 +14,7 @@ from elastic_memory.shapes import Float, Int, Tensor
 # A weight [vocabulary, width], or a module that does more than multiply by it.
 Head = Tensor | nn.Module
 
-PIECE = 8192  # tokens whose logits exist at once on a CPU, or of a head that is called
+PIECE = 8192  # tokens whose logits exist at once on a CPU, or if the head is a module
 SHARE = 1 / 8  # of a GPU's memory that logits may take in float32
 
 fast = find("loss")

@@ -93,7 +93,7 @@ class MemoryCausalLM(Mixed):
     def _labelled_loss(
         self, hidden: Float[Tensor, "batch column width"], logits: Tensor | None, given: dict[str, Any]
     ) -> Float[Tensor, ""]:
-        """The loss; computed without logits if the head is a plain linear one, else from them."""
+        """The loss, without logits if the head is a plain linear layer."""
         if self.loss_function is not ForCausalLMLoss:
             logits = self.lm_head(hidden) if logits is None else logits
             given = {name: value for name, value in given.items() if value is not None or name == "labels"}
@@ -191,7 +191,7 @@ class MemoryCausalLM(Mixed):
                 if not all(cache.opened):
                     raise ValueError(
                         "the cache has read exactly these tokens, and cannot read the newest again: give what comes "
-                        "next. If that looks the same, give an attention_mask that covers what was read, too"
+                        "next. If the next tokens are equal to these, give an attention_mask that covers both"
                     )
                 with cache.newest_again():  # for its logits
                     return super().generate(inputs, *args, **kwargs)
@@ -232,7 +232,7 @@ class MemoryCausalLM(Mixed):
 
 
 def _predictable(labels: Tensor, mask: Tensor | None, positions: Tensor | None) -> Int[Tensor, "batch column"]:
-    """Labels without those whose previous token is padding or belongs to another document."""
+    """Labels, ignored where the previous token is padding or belongs to another document."""
     if mask is not None:
         unseen = mask[:, -labels.shape[1] :].roll(1, dims=1) == 0
         labels = labels.masked_fill(unseen, -100)
@@ -260,7 +260,7 @@ def refuse_spread(model: Any) -> None:
 
 
 def memory_layers(backbone: Any, settings: MemorySettings) -> nn.ModuleList:
-    """The layers of a Llama-like model with memory, which share its parameters."""
+    """The layers of a Llama-like model, with memory; they share its parameters."""
     kept = [
         MemoryLayer(layer, settings.memory_at(index), settings.locality) for index, layer in enumerate(backbone.layers)
     ]
@@ -272,7 +272,7 @@ class WrongSizeError(ValueError, RuntimeError):
 
 
 class _Initialised(Mixed):
-    """Weights as Llama initialises them, memories as they say themselves; or those of a file, if they fit."""
+    """Initialises weights as Llama does and memories by `initialise`; loads weights only if their shapes fit."""
 
     _no_split_modules = ("MemoryLayer",)
     _can_record_outputs = {"hidden_states": MemoryLayer}  # noqa: RUF012 - as transformers declares it; no attentions
@@ -339,6 +339,6 @@ class MemoryLlamaForCausalLM(MemoryCausalLM, _Initialised, LlamaForCausalLM):
 
 
 class MemoryLlamaForSequenceClassification(GenericForSequenceClassification, _Initialised, LlamaPreTrainedModel):
-    """A score for each row, or several, read at its last token: classifiers and reward models."""
+    """One or several scores per row, read at its last token: classifiers and reward models."""
 
     config_class = MemoryLlamaConfig

@@ -31,7 +31,7 @@ class PaddedRotary(nn.Module):
 
 @torch.no_grad()
 def pad_heads(attention: nn.Module, dim: int) -> None:
-    """Make the projections of `attention`, built for padded heads, those of heads of `dim` features."""
+    """Zero the weights of padded features: `attention` then computes with heads of `dim` features."""
     stored = attention.head_dim
     attention.scaling = dim**-0.5
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):

@@ -19,7 +19,7 @@ class Rope:
         self.table = self.at(torch.arange(-before, size, device=like.device)) if size else None
 
     def inside(self, x: Heads, front: int = 0) -> Heads:
-        """Rotate a block from its beginning on, with `front` tokens before it."""
+        """Rotate `front` tokens before a block, then those of the block, which begins at position 0."""
         first, last = self.before - front, self.before - front + x.shape[2]
         if self.table is None or first < 0 or self.table[0].shape[1] < last:
             return self(x, torch.arange(-front, x.shape[2] - front, device=x.device))
@@ -27,7 +27,7 @@ class Rope:
         return rotate(x, cos, sin).to(x.dtype)
 
     def at(self, positions: Int[Tensor, "*rows token"]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at some positions, negative ones included: tokens before the block."""
+        """Cosines and sines at some positions; tokens before the block have negative ones."""
         cos, sin = self.rotary(self.like, positions.reshape(-1, positions.shape[-1]))
         return cos, sin
 

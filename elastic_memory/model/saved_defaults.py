@@ -1,4 +1,4 @@
-"""Options that nobody gave are saved with a model, so that later defaults do not alter it."""
+"""Defaults in use are saved with a model, so that later versions with other defaults do not alter it."""
 
 import warnings
 from inspect import Parameter, signature
@@ -11,7 +11,7 @@ NAMED = {"layers": "memory_layers", "order": "memory_order", "points": "memory_p
 
 
 def defaults(settings: Any) -> dict[str, Any]:
-    """What the settings leave to the mechanism: layers, and options whose default is more than None."""
+    """What the settings leave to the mechanism: layers, and options whose default is not None."""
     kind, given = MEMORIES[settings.memory], settings.options()
     options = {
         name: parameter.default
@@ -26,8 +26,8 @@ def defaults(settings: Any) -> dict[str, Any]:
     }
 
 
-def older(settings: Any, record: Any) -> dict[str, Any]:
-    """Settings that restore the defaults in `record`: those that have changed since, where none is given instead."""
+def recorded(settings: Any, record: Any) -> dict[str, Any]:
+    """The settings that restore the defaults in `record`: those that have changed since and are not given."""
     if not isinstance(record, dict) or not isinstance(record.get("options"), dict) or "layers" not in record:
         raise ValueError(f"{RECORD}={record!r}: it holds memory, layers and options, as saving a model writes them")
     now = defaults(settings)
@@ -38,7 +38,7 @@ def older(settings: Any, record: Any) -> dict[str, Any]:
         for name, value in record["options"].items()
         if name not in settings.options() and now["options"].get(name) != value
     }
-    as_deep = record.get("layers_of") == now["layers_of"]  # or where memory was says nothing of this model
+    as_deep = record.get("layers_of") == now["layers_of"]  # else its layers say nothing of this model's
     if as_deep and settings.memory_layers is None and record["layers"] not in (None, now["layers"]):
         options["layers"] = record["layers"]
     changes = {NAMED[name]: options.pop(name) for name in NAMED.keys() & options.keys()}

@@ -73,13 +73,13 @@ class MemoryCache(Reader):
         self.decoding = False
 
     def _reaches(self, clock: list[int]) -> bool:
-        """Whether these times are in the open blocks."""
+        """Whether every row's time in `clock` lies in its open block."""
         spans = zip(self.seen, clock, self.clock, strict=True)
         return bool(self.streams) and all(seen <= then <= now for seen, then, now in spans)
 
     @contextmanager
     def newest_again(self) -> Iterator[None]:
-        """Take the newest token back, to be read again inside; if nothing is read, it is still there afterwards."""
+        """Take the newest token back for a second read in this context; without one, put it back at the end."""
         opened, columns = self.opened, self.columns
         self.rollback(1)
         clock = self.clock
@@ -183,7 +183,7 @@ class MemoryCache(Reader):
     # -- states made elsewhere: joined, compressed in parallel, loaded -------------------------------------------------
 
     def prepend(self, states: dict[int, State], parts: list[list[ReadText]], columns: int, texts: list[str]) -> None:
-        """Have read other `parts` first: `states`, by layer, are those after them and all that is in memory here."""
+        """Put other `parts` before what was read; `states`: by layer, after those parts and all that is in memory."""
         self.before = None
         for row, ended in enumerate(parts):
             self.seen[row] += sum(part.tokens for part in ended)
@@ -195,10 +195,10 @@ class MemoryCache(Reader):
             self.read_open_again()
 
     def absorb(self, states: dict[int, State], ids: Int[Tensor, "batch token"]) -> None:
-        """Have read `ids`, the open block and whole ones after it: `states`, by layer, are those after them."""
+        """Advance by `ids`, the open block and whole blocks after it; `states`: by layer, after all of them."""
         self.columns += ids.shape[1] - max(self.opened)
         self.opened, self.tokens = [0] * self.batch, None
-        self.passed(ids.shape[1] // self.block_size, ids)
+        self.advance_blocks(ids.shape[1] // self.block_size, ids)
         self._replace_states(states, keep_open=False)
 
     def _replace_states(self, states: dict[int, State], keep_open: bool) -> None:
@@ -227,7 +227,7 @@ class MemoryCache(Reader):
         return {name: getattr(self, name) for name in fields} | {"parts": self.parts if any(self.parts) else []}
 
     def restore(self, described: dict[str, Any], tokens: Tensor | None, layers: list[dict[str, Tensor]]) -> None:
-        """Become what a memory file describes, given the ids of its open block and the tensors of each layer.
+        """Take over the contents of a memory file: its header, the ids of the open block, the tensors of each layer.
 
         Files written before digests and parts were kept lack those.
         """

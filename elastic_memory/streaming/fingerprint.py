@@ -17,12 +17,12 @@ NOTES = {
     "id2label", "initializer_range", "label2id", "memory_defaults", "pad_token_id", "pretraining_tp",
     "problem_type", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-# Settings of a memory, some of which were given and some left to a default; those in effect count instead.
+# Settings of a memory as given; fingerprints hold those in effect instead, defaults included.
 GIVEN = {
     "elastic_memory", "memory", "memory_layers", "memory_options", "memory_order", "memory_points", "sampling",
     "sampling_options", "window",
 }  # fmt: skip
-IN_EFFECT = "memory."  # how the names of those begin
+IN_EFFECT = "memory."  # prefix of the settings in effect
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 _hashed: WeakKeyDictionary[nn.Module, tuple[list[Any], str]] = WeakKeyDictionary()
@@ -55,7 +55,7 @@ def local_settings(model: Any) -> dict[str, Any]:
 
 
 def given(model: Any) -> dict[str, Any]:
-    """The settings of a model's configuration, as JSON, without those that a default stands for."""
+    """The settings in which a model's configuration differs from its defaults, as JSON."""
     return _json({name: value for name, value in model.config.to_diff_dict().items() if name not in NOTES})
 
 

@@ -111,7 +111,7 @@ class _Ended:
         return self
 
     def put_before(self, cache: "MemoryCache") -> None:
-        """Make `cache` one that has read this first."""
+        """Put this history before that of `cache`."""
         states = {}
         for index, rows in self.histories.items():
             own = [_history(cache, index, row, whole=False) for row in range(cache.batch)]
@@ -164,7 +164,7 @@ def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = Non
     cache.begin(len(ids), ids.device)
     if group is not None:
         check_joinable(cache.model)
-        _check_alike(cache, ids, group)
+        _check_same_tokens(cache, ids, group)
     done = read_blocks(cache, ids, group)
     cache.model.base_model(input_ids=ids[:, done:], past_key_values=cache, keep=1)
 
@@ -172,7 +172,7 @@ def read(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = Non
 @torch.inference_mode(False)
 @torch.no_grad()
 def read_blocks(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any = None) -> int:
-    """Read whole blocks of `ids` in parallel, and say how many of its columns that were: 0 if it cannot be done."""
+    """Read whole blocks of `ids` in parallel. Returns how many columns that were: 0 if it would not be exact."""
     cache.begin(len(ids), ids.device)
     cache.mark()
     cache.refresh()
@@ -182,7 +182,7 @@ def read_blocks(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: An
     joinable = not inexact(cache.model) and not any(memory.no_join for memory in cache.memories)
     opened, size = cache.opened[0], cache.block_size
     blocks = (opened + ids.shape[1] - 1) // size
-    if blocks < 2 or not (uniform and known and joinable) or probed or cache.recording or _watched(cache):
+    if blocks < 2 or not (uniform and known and joinable) or probed or cache.recording or _hooked(cache):
         return 0
     done = blocks * size - opened
     whole = ids[:, :done] if cache.tokens is None else torch.cat((cache.tokens[:, :opened], ids[:, :done]), dim=1)
@@ -196,8 +196,8 @@ def read_blocks(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: An
     return done
 
 
-def _watched(cache: "MemoryCache") -> bool:
-    """Whether somebody hooked a module, and would miss the calls of layers that are left out here."""
+def _hooked(cache: "MemoryCache") -> bool:
+    """Whether modules have hooks, which would miss calls: reading blocks leaves layers out."""
     backbone = cache.model.base_model
     return backbone.offloaded() or any(has_hooks(module) for module in backbone.modules())
 
@@ -242,7 +242,7 @@ def _gather(part: Tensor, shares: int, group: Any) -> list[Tensor]:
     return every
 
 
-def _check_alike(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any) -> None:
+def _check_same_tokens(cache: "MemoryCache", ids: Int[Tensor, "batch token"], group: Any) -> None:
     """Refuse to share work if the processes have read, or were given, different tokens."""
     known = repr((cache.seen, cache.opened, cache.digests, tuple(ids.shape))).encode() + ids.cpu().numpy().tobytes()
     digest = torch.frombuffer(bytearray(hashlib.blake2b(known, digest_size=16).digest()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""One layer's part of a cache: its memory state, what it reads from it, and the keys and values of the open block.
+"""One layer's part of a cache: its memory state, the reading, and the keys and values of the open block.
 
 Each row has its own clock. A mask is built only for calls whose rows differ.
 """
@@ -56,14 +56,13 @@ class LayerCache:
         self.reading: Reading | None = None  # padded with zeros for rows with fewer columns
         self.counts = [0] * batch  # columns of the reading that are real, by row
         self.retrieval = memory.retrieval  # the settings that the reading was made with
-        # The tokens before the open block that it sees under sliding attention: keys at their positions and values; raw
-        # keys, if they stay for several blocks. Zeros in front, where a row has fewer than others.
+        # Under sliding attention the tokens before the open block: rotated keys, values, and raw keys if they stay for
+        # several blocks. Rows with fewer tokens than others have zeros in front.
         self.window: tuple[Tensor, ...] | None = None
-        self.open: dict[str, Tensor] = {}  # buffers of the open block; in keys and values after the front columns
+        self.open: dict[str, Tensor] = {}  # buffers of the open block; those of keys and values begin with the front
         # Attention needs rotated keys, memory raw ones; outputs only if the mechanism has a tail.
-        keep_raw = self.window_size is not None or bool(self.state)
-        needed = {"raw": keep_raw, "output": isinstance(memory, SummaryTokenMemory)}
-        self.kept = {"key", "value"} | {name for name, wanted in needed.items() if wanted}
+        needed = {"raw": layer.window is not None or bool(self.state), "output": isinstance(memory, SummaryTokenMemory)}
+        self.buffer_names = {"key", "value"} | {name for name, wanted in needed.items() if wanted}
 
     @property
     def memory_columns(self) -> int:
@@ -77,7 +76,7 @@ class LayerCache:
 
     @property
     def visible(self) -> Bool[Tensor, "batch column"] | None:
-        """Which columns of a reading outside the softmax are real, where rows differ."""
+        """Which columns of a reading outside the softmax each row has; None if rows do not differ."""
         if not self.reading or self.memory.shares_softmax or len(set(self.counts)) == 1:
             return None
         counts = torch.tensor(self.counts, device=self.reading[0].device)
@@ -124,18 +123,18 @@ class LayerCache:
             columns = self.block_columns(rows, size)
             count = self.counts[rows[0]]
             reading = tuple(part[rows][:, :, :count] for part in self.reading) if count and self.reading else None
-            block = block._replace(tail=layer.behind(block.output, rope, columns, reading))
-        window, leaving = (None, block) if self.window_size is None else self._slid(rows, block, seen, rope)
+            block = block._replace(tail=layer.tail_output(block.output, rope, columns, reading))
+        window, leaving = (None, block) if self.window_size is None else self._slide(rows, block, seen, rope)
         self._write(rows, leaving, seen - self.lag, layer.host(rope), window)
         layer.put_back(fetched)
 
-    def _slid(self, rows: list[int], block: Block, seen: int, rope: Any) -> tuple[tuple[Tensor, ...], Block | None]:
-        """The window of `rows` after `block`, which came after `seen` others; the block that memory takes over now."""
+    def _slide(self, rows: list[int], block: Block, seen: int, rope: Any) -> tuple[tuple[Tensor, ...], Block | None]:
+        """The window of `rows` after `block`, which follows `seen` tokens, and the block that memory gets, if any."""
         key, value, size = block.key, block.value, block.key.shape[2]
-        longer = self.window_size != size  # than a block: tokens move with it, and need their raw keys
+        longer = self.window_size != size  # than a block: its tokens are rotated anew
         if self.window and longer:
             had = min(seen, self.window[0].shape[2])
-            older = (self._of(rows, part).narrow(2, part.shape[2] - had, had) for part in self.window[1:])
+            older = (self._rows(rows, part).narrow(2, part.shape[2] - had, had) for part in self.window[1:])
             value, key = (torch.cat((a.to(b.dtype), b), 2) for a, b in zip(older, (value, key), strict=True))
         first = key.shape[2] - self.lag - size
         leaving = Block(*(x[:, :, first : first + size] for x in (key, value))) if first >= 0 else None
@@ -161,19 +160,19 @@ class LayerCache:
         """The open block of `rows`, `size` tokens each."""
         output = self.open["output"][rows, :size] if "output" in self.open else None
         value = self.open["value"][rows, :, self.front : self.front + size]
-        # Without memory nobody reads the raw keys: the values stand in for them.
+        # Without memory nobody uses the raw keys: any tensor of their shape will do.
         key = self.open["raw"][rows, :, :size] if "raw" in self.open else value
         return Block(key, value, output)
 
     def _write(
         self, rows: list[int], block: Block | None, seen: int, host: Host, window: tuple[Tensor, ...] | None = None
     ) -> None:
-        """Write `block` into the state of `rows`, read for the next block, and clear the open one."""
+        """Write `block`, if any, into the state of `rows`, read for the next block, and empty the open one."""
         kept = self.open_tokens() if len(rows) < len(self.counts) else {}
         if block is not None:
-            state = self.memory.write(tuple(self._of(rows, part) for part in self.state), block, seen)
+            state = self.memory.write(tuple(self._rows(rows, part) for part in self.state), block, seen)
             self.state = tuple(_put(old, rows, new) for old, new in zip(self.state, state, strict=True))
-            self._merge(rows, self.memory.read(state, seen + block.key.shape[2], host), block.value.dtype)
+            self._set_reading(rows, self.memory.read(state, seen + block.key.shape[2], host), block.value.dtype)
         if window is not None:
             old = self.window or tuple(part.new_zeros(len(self.counts), *part.shape[1:]) for part in window)
             columns = max(old[0].shape[2], window[0].shape[2])
@@ -183,7 +182,7 @@ class LayerCache:
             )
         self.reopen(kept)
 
-    def _of(self, rows: list[int], part: Tensor) -> Tensor:
+    def _rows(self, rows: list[int], part: Tensor) -> Tensor:
         """Some rows of a tensor; all of them without indexing, which avoids a GPU synchronisation."""
         return part if len(rows) == len(self.counts) else part[rows]
 
@@ -196,10 +195,10 @@ class LayerCache:
     def append(self, segment: Segment, **tensors: Tensor) -> None:
         """Put the segment's keys, values, ... after the open tokens of each row."""
         for name, tensor in tensors.items():
-            if name not in self.kept:
+            if name not in self.buffer_names:
                 continue
             axis, front = self._layout(name)
-            buffer = self._room(name, tensor, max(segment.opened) + segment.width)
+            buffer = self._buffer(name, tensor, max(segment.opened) + segment.width)
             if segment.uniform:
                 buffer.narrow(axis, front + segment.opened[0], segment.width).copy_(tensor)
             else:
@@ -207,8 +206,8 @@ class LayerCache:
                 index = front + segment.positions.reshape(shape)
                 buffer.scatter_(axis, index.expand_as(tensor), tensor)
 
-    def _room(self, name: str, like: Tensor, tokens: int) -> Tensor:
-        """The buffer called `name`, with room for `tokens` open tokens; it grows if it has to."""
+    def _buffer(self, name: str, like: Tensor, tokens: int) -> Tensor:
+        """The buffer called `name`, grown if it has no room for `tokens` open tokens."""
         axis, front = self._layout(name)
         buffer = self.open.get(name)
         # The precision changes when autocast begins or ends, or the model is cast.
@@ -226,38 +225,38 @@ class LayerCache:
         return buffer
 
     def _front(self, name: str) -> Tensor:
-        """What stands in front of the open keys or values."""
+        """The front columns of keys or values: memory, then the window."""
         part = ("key", "value").index(name)
         parts = [self.reading[part]] if self.memory_columns and self.reading else []
         parts += [self.window[part]] if self.window else []
         return torch.cat(parts, dim=2)
 
-    def room(self, tokens: int, backbone: Any) -> dict[str, Tensor]:
-        """Empty buffers with room for exactly `tokens` open tokens."""
+    def new_buffers(self, tokens: int, backbone: Any) -> dict[str, Tensor]:
+        """Zeroed buffers with room for exactly `tokens` open tokens."""
         geometry, weight = self.memory.geometry, backbone.embed_tokens.weight
-        rooms = {}
-        for name in self.kept:
+        buffers = {}
+        for name in self.buffer_names:
             _, front = self._layout(name)
             shape: tuple[int, ...] = (len(self.counts), geometry.kv_heads, front + tokens, geometry.head_dim)
             if name == "output":
                 shape = (len(self.counts), tokens, geometry.width)
-            rooms[name] = weight.new_zeros(shape)
-        return rooms
+            buffers[name] = weight.new_zeros(shape)
+        return buffers
 
-    def move(self, rooms: dict[str, Tensor]) -> None:
-        """Continue in these buffers, with what the present ones hold."""
-        for name, room in rooms.items():
+    def move_to(self, buffers: dict[str, Tensor]) -> None:
+        """Copy what the present buffers hold into these, and continue in them."""
+        for name, buffer in buffers.items():
             axis, front = self._layout(name)
             old = self.open.get(name)
             if old is None and front:
                 old = self._front(name)
-            if old is not None and old is not room:
-                kept = min(old.shape[axis], room.shape[axis])
-                room.narrow(axis, 0, kept).copy_(old.narrow(axis, 0, kept))
-        self.open = dict(rooms)
+            if old is not None and old is not buffer:
+                size = min(old.shape[axis], buffer.shape[axis])
+                buffer.narrow(axis, 0, size).copy_(old.narrow(axis, 0, size))
+        self.open = dict(buffers)
 
     def open_tokens(self, longest: int | None = None) -> dict[str, Tensor]:
-        """Keys, values, ... of the open tokens, without what stands in front of them."""
+        """Keys, values, ... of the open tokens, without the front columns."""
         kept = {}
         for name, tensor in self.open.items():
             axis, front = self._layout(name)
@@ -265,16 +264,16 @@ class LayerCache:
         return kept
 
     def reopen(self, kept: dict[str, Tensor]) -> None:
-        """Make new buffers after the present front, with these open tokens."""
+        """Make new buffers from the present front columns and these open tokens."""
         self.open = {}
         for name, tensor in kept.items():
             axis, front = self._layout(name)
-            self._room(name, tensor, tensor.shape[axis]).narrow(axis, front, tensor.shape[axis]).copy_(tensor)
+            self._buffer(name, tensor, tensor.shape[axis]).narrow(axis, front, tensor.shape[axis]).copy_(tensor)
 
     # -- states and readings -------------------------------------------------------------------------------------------
 
-    def _merge(self, rows: list[int], reading: Reading, dtype: torch.dtype) -> None:
-        """Replace the readings of some rows; all are as wide as the widest, padded with zeros."""
+    def _set_reading(self, rows: list[int], reading: Reading, dtype: torch.dtype) -> None:
+        """Replace the readings of some rows; all are padded with zeros to the widest."""
         if not reading:
             return
         if self.memory.shares_softmax:
@@ -291,26 +290,26 @@ class LayerCache:
 
     @property
     def stale(self) -> bool:
-        """Whether to read again: retrieval settings have changed, or block 0 reads and has not started."""
+        """Whether to read again: retrieval settings have changed, or block 0 has a reading that was not made yet."""
         return self.retrieval != self.memory.retrieval or (self.reading is None and self.memory.reads_start)
 
     def refresh(self, seen: list[int], host: Host, dtype: torch.dtype) -> str | None:
-        """After `set_retrieval`: fit the state to the new settings and read it again. Says what was done."""
+        """After `set_retrieval`: fit the state to the new settings and read it again. Returns a warning, or None."""
         if not self.stale:
             return None
-        state, said = self.memory.adapt(self.state)
+        state, warning = self.memory.adapt(self.state)
         self.replace_state(state, seen, host, dtype, keep_open=True)
-        return said
+        return warning
 
     def replace_state(self, state: State, seen: list[int], host: Host, dtype: torch.dtype, keep_open: bool) -> None:
-        """Continue from another state, read again; the open block is dropped unless it is kept."""
+        """Continue from another state and read it; the open block is dropped unless `keep_open`."""
         kept = self.open_tokens() if keep_open else {}
         self.state, self.retrieval = state, self.memory.retrieval
-        self._read_again(seen, host, dtype)
+        self._read_all_rows(seen, host, dtype)
         self.reopen(kept)
 
-    def named(self, dtype: torch.dtype, longest: int | None) -> dict[str, Tensor]:
-        """The tensors of a memory file; to store open blocks exactly, give the tokens of the `longest`."""
+    def file_tensors(self, dtype: torch.dtype, longest: int | None) -> dict[str, Tensor]:
+        """The tensors of a memory file; with open blocks if given the number of tokens in the `longest`."""
         named = {f"state.{part}": tensor for part, tensor in enumerate(self.state)}
         if longest is not None:
             # Autocast may have left them in half precision, which the model's own `dtype` holds without loss.
@@ -319,19 +318,19 @@ class LayerCache:
         return named
 
     def restore(self, named: dict[str, Tensor], seen: list[int], host: Host, dtype: torch.dtype) -> None:
-        """Continue from the tensors that `named` returned."""
+        """Continue from the tensors that `file_tensors` returned."""
         self.window = tuple(named[name] for part in range(3) if (name := f"window.{part}") in named) or None
         state = tuple(named[f"state.{part}"] for part in range(len(self.state)))
         self.replace_state(state, seen, host, dtype, keep_open=False)
         self.reopen({name.removeprefix("open."): x for name, x in named.items() if name.startswith("open.")})
 
-    def _read_again(self, seen: list[int], host: Host, dtype: torch.dtype) -> None:
+    def _read_all_rows(self, seen: list[int], host: Host, dtype: torch.dtype) -> None:
         """Read the state of every row."""
         self.reading, self.counts = None, [0] * len(seen)
         written = [max(tokens - self.lag, 0) for tokens in seen]
         for tokens in sorted(set(written) - (set() if self.memory.reads_start else {0})):
             rows = [row for row, count in enumerate(written) if count == tokens]
-            self._merge(rows, self.memory.read(tuple(part[rows] for part in self.state), tokens, host), dtype)
+            self._set_reading(rows, self.memory.read(tuple(part[rows] for part in self.state), tokens, host), dtype)
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep, repeat or reorder rows."""
@@ -342,20 +341,20 @@ class LayerCache:
         self.window = self.window and tuple(part[rows] for part in self.window)
         self.open = {name: tensor[rows] for name, tensor in self.open.items()}
         width = max(self.counts, default=0)
-        if self.reading and width < self.reading[0].shape[2]:  # columns that only rows now gone had
+        if self.reading and width < self.reading[0].shape[2]:  # only rows that are gone had the others
             kept = self.open_tokens()
             self.reading = tuple(part[:, :, :width] for part in self.reading) if width else None
             self.reopen(kept)
 
     def view(self) -> "LayerCache":
-        """A copy with its own lists, on the same tensors."""
+        """A shallow copy: its own lists, the same tensors."""
         copy = LayerCache.__new__(LayerCache)
         copy.__dict__.update(self.__dict__)
         copy.counts, copy.open = list(self.counts), dict(self.open)
         return copy
 
     def fork(self) -> "LayerCache":
-        """An independent copy. Only open buffers are copied: all other tensors are never written to."""
+        """An independent copy. Only open buffers are copied: all other tensors are replaced, never written to."""
         copy = self.view()
         copy.open = {name: tensor.clone() for name, tensor in self.open.items()}
         return copy
@@ -366,12 +365,14 @@ class LayerCache:
 
 
 def _put(old: Tensor, rows: list[int], new: Tensor) -> Tensor:
+    """`old` with some rows replaced by those of `new`."""
     if len(rows) == len(old):
         return new.to(old.dtype)
     return old.index_copy(0, torch.tensor(rows, device=old.device), new.to(old.dtype))
 
 
 def _widen(part: Tensor, columns: int, front: bool = False) -> Tensor:
+    """`part` padded with zeros to so many columns, in front or behind."""
     missing = columns - part.shape[2] if part.ndim > 2 else 0
     if missing <= 0:
         return part

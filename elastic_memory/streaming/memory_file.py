@@ -58,7 +58,7 @@ def save(cache: "MemoryCache", path: Path, exact: bool) -> None:
     tensors = {
         f"layers.{index}.{name}": tensor
         for index, stream in enumerate(cache.streams)
-        for name, tensor in stream.named(cache.model.dtype, longest if exact else None).items()
+        for name, tensor in stream.file_tensors(cache.model.dtype, longest if exact else None).items()
     }
     if cache.tokens is not None or not longest:
         ids = torch.zeros(cache.batch, 0, dtype=torch.long) if cache.tokens is None else cache.tokens
@@ -281,9 +281,9 @@ def _expected(
     if "tokens" in described or not exact:
         expected["tokens"] = ("I64", (batch, longest))
     for index, stream in enumerate(cache.streams):
-        for name, tensor in stream.named(cache.model.dtype, None).items():
+        for name, tensor in stream.file_tensors(cache.model.dtype, None).items():
             expected[f"layers.{index}.{name}"] = ("F32", tuple(tensor.shape))
-        for name in sorted(stream.kept) if exact else ():
+        for name in sorted(stream.buffer_names) if exact else ():
             shape = (batch, longest, config.hidden_size) if name == "output" else (batch, heads, longest, dim)
             expected[f"layers.{index}.open.{name}"] = (dtype, shape)
         window = f"layers.{index}.window"

@@ -24,7 +24,7 @@ AT_ONCE = 2**14  # tokens of whole blocks that are read together: enough for lar
 
 
 def check_ids(ids: Tensor) -> Int[Tensor, "batch column"]:
-    """Refuse what is no table of token ids; fractions would be cut off silently."""
+    """Refuse ids that are not integers [batch, column]; fractions would be cut off silently."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         what = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"tokens: {what}: give integer ids as a tensor [batch, column], such as ids[None] for one row")
@@ -40,7 +40,7 @@ class Reader(Cache):
         super().__init__(layers=[])
         self.model: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self.static = static
-        self.owner = model.base_model.layers
+        self.owner = model.base_model.layers  # `layers` is a field of transformers' caches
         # Lists, because every token needs them and looking up submodules is slow.
         self.memories = [layer.memory for layer in self.owner]
         self.attentions = [layer.self_attn for layer in self.owner]
@@ -56,10 +56,10 @@ class Reader(Cache):
         self.columns = 0  # columns fed so far, padding included
         self.tokens: Tensor | None = None  # ids of the open block
         self.name: str | None = None  # of the text that is being read
-        self.parts: list[list[ReadText]] = []  # texts that have ended before it, by row
-        self.digests: list[str | None] = []  # of its ids in memory, by row; None if they are unknown
+        self.parts: list[list[ReadText]] = []  # texts that have ended, by row
+        self.digests: list[str | None] = []  # of the present text's ids in memory, by row; None if unknown
         self.texts: list[str] = []  # digests of the texts that callers noted as read, newest last
-        self.decoder: Any = None  # of fast/
+        self.decoder: Any = None  # captured steps: fast/decoder.py
         self.decoding = False  # whether the decoder's buffers hold this cache's open blocks
         self.recording = False  # whether to keep `before`
         self.before: Any = None  # this cache as it was when its newest block closed
@@ -130,7 +130,7 @@ class Reader(Cache):
                     outputs.take(index, state, done, takes)
             known = piece if ids is not None else None
             if whole:
-                self.passed(whole, known)
+                self.advance_blocks(whole, known)
             else:
                 self.advance(takes, known)
             done = [start + take for start, take in zip(done, takes, strict=True)]
@@ -152,9 +152,9 @@ class Reader(Cache):
             hidden = layer(hidden, step=partial(step, stream))
         yield hidden
 
-    def _close_full(self, backbone: Any, wanting: list[bool]) -> bool:
-        """Write full blocks into memory, in rows that have more to read; whether there were any."""
-        full = [row for row, opened in enumerate(self.opened) if opened == self.block_size and wanting[row]]
+    def _close_full(self, backbone: Any, unfinished: list[bool]) -> bool:
+        """Write full blocks of unfinished rows into memory. Returns whether there were any."""
+        full = [row for row, opened in enumerate(self.opened) if opened == self.block_size and unfinished[row]]
         if full:
             self.record()
             self.close_rows(backbone, full)
@@ -195,13 +195,13 @@ class Reader(Cache):
         return hidden
 
     def read_ahead(self, ids: Int[Tensor, "batch token"]) -> int:
-        """Read the first of `ids`, whose hidden states nobody asked for, at once; how many columns that were."""
+        """Read leading columns of `ids`, whose hidden states nobody needs, in parallel. Returns how many."""
         raise NotImplementedError
 
     # -- clocks --------------------------------------------------------------------------------------------------------
 
     def begin(self, batch: int, device: torch.device) -> None:
-        """Start `batch` rows, or check that a call with so many fits; one row may become several."""
+        """Start `batch` rows, or check that a call with so many fits this cache; one row may become several."""
         if not self.streams:
             self.mark()
             self.streams = [LayerCache(layer, batch, device) for layer in self.owner]
@@ -227,7 +227,7 @@ class Reader(Cache):
         return Segment(list(self.opened), width, positions, rope, list(self.seen))
 
     def advance(self, takes: list[int], ids: Int[Tensor, "batch token"] | None) -> None:
-        """Move the clocks; keep the ids, from which a loaded open block is computed again."""
+        """Move the clocks inside open blocks. Ids are kept: loading a file reads its open block again."""
         if ids is None:
             self.tokens = None
         elif self.tokens is not None or not any(self.opened):
@@ -248,16 +248,16 @@ class Reader(Cache):
             self.before = self.fork()
 
     def whole_blocks(self, remaining: list[int]) -> int:
-        """How many whole blocks to read together, if rows have the same clock, nothing open, and more to read after."""
-        alike = len(set(self.seen)) == 1 and not any(self.opened)
+        """How many whole blocks to read together: only if rows have the same clock, nothing open, and more to read."""
+        uniform = len(set(self.seen)) == 1 and not any(self.opened)
         parallel = all(isinstance(memory, ParallelMemory) for memory in self.memories)
-        if not alike or self.recording or self.sliding or not parallel:
+        if not uniform or self.recording or self.sliding or not parallel:
             return 0
         blocks = min(min(remaining) - 1, AT_ONCE // self.batch) // self.block_size
         return blocks if blocks > 1 else 0
 
-    def passed(self, blocks: int, ids: Int[Tensor, "batch token"] | None) -> None:
-        """Move the clocks by whole blocks, which are in memory now."""
+    def advance_blocks(self, blocks: int, ids: Int[Tensor, "batch token"] | None) -> None:
+        """Move the clocks by whole blocks that were written into memory."""
         self.tokens = None if ids is None else self.tokens
         pieces = [None] * blocks if ids is None else ids.cpu().split(self.block_size, dim=1)
         for piece in pieces:
@@ -273,15 +273,15 @@ class Reader(Cache):
             return
         rope = self.model.base_model.rope()
         layers = zip(self.owner, self.streams, strict=True)
-        said = {stream.refresh(self.seen, layer.host(rope), self.model.dtype) for layer, stream in layers} - {None}
-        for sentence in sorted(filter(None, said)):
-            warnings.warn(f"memory of a warm cache: {sentence}", stacklevel=4)
+        changes = {stream.refresh(self.seen, layer.host(rope), self.model.dtype) for layer, stream in layers}
+        for change in sorted(filter(None, changes)):
+            warnings.warn(f"memory of a warm cache: {change}", stacklevel=4)
 
     # -- calls that fail -----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable(recursive=False)  # `forward` itself may be compiled
     def whole_call(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What `forward` returns; if it fails, the cache is restored.
+        """Call `forward`, and restore the cache if it fails.
 
         That needs no copies of tensors: a call writes only after the open tokens, and replaces all other tensors.
         """
@@ -297,12 +297,12 @@ class Reader(Cache):
             self.undo = None
 
     def mark(self, anew: bool = False) -> None:
-        """Before more than the clocks changes: keep all fields to restore; `anew`: even if they are kept already."""
+        """Keep all fields for a restore, before anything but a clock changes; `anew`: replace those kept already."""
         if self.undo is not None and (anew or "streams" not in self.undo):
             self.undo = vars(self._view())
 
     def _view(self) -> Self:
-        """A copy with its own lists, on the same tensors."""
+        """A shallow copy: its own lists, the same tensors."""
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy.seen, copy.opened, copy.digests = list(self.seen), list(self.opened), list(self.digests)
@@ -337,10 +337,7 @@ def whole_calls(forward: Callable) -> Callable:
 
 
 class _Outputs:
-    """Hidden states of the last columns of a call, collected piece by piece.
-
-    Of each row only the tokens from its entry of `firsts` on are wanted.
-    """
+    """Hidden states of the last columns of a call, collected piece by piece; `firsts`: the first token, by row."""
 
     def __init__(self, backbone: Any, source: Tensor, lengths: list[int], mask: Tensor | None, keep: int, every: bool):
         batch, columns = source.shape[:2]
@@ -355,7 +352,7 @@ class _Outputs:
         }
 
     def take(self, index: int, hidden: Tensor, done: list[int], takes: list[int]) -> None:
-        """Copy the wanted part of a piece, `takes` tokens of each row after `done`; 0 is the `index` of embeddings."""
+        """Collect a piece, `takes` tokens of each row after `done`; `index`: layers passed, 0 for embeddings."""
         if index not in self.kept:
             return
         spans = list(zip(self.firsts, done, takes, strict=True))
@@ -373,7 +370,7 @@ class _Outputs:
 
 
 def _padded_rows(mask: Tensor | None, columns: int) -> Packing | None:
-    """How to move the padding of the new columns away, if there is any."""
+    """The packing that moves real tokens to the front, if the new columns have padding."""
     if mask is None:
         return None
     new = mask[:, -columns:]

@@ -17,7 +17,7 @@ from elastic_memory.streaming.packing import from_positions
 
 
 class Call(NamedTuple):
-    """What a model was given."""
+    """The inputs of a model's call."""
 
     ids: Tensor | None
     embeds: Tensor | None
@@ -47,7 +47,7 @@ class UnreadCache(MemoryCache):
 
 
 def _read(unread: UnreadCache) -> MemoryCache:
-    """The same object, as the cache it stands for."""
+    """Read the call and turn `unread` itself into the resulting cache."""
     model, (ids, embeds, mask, positions) = unread._unread
     source: Any = ids if ids is not None else embeds
     if positions is not None and positions.shape == source.shape[:2] and from_positions(positions, mask) is not None:

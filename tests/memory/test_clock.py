@@ -30,12 +30,12 @@ def test_the_state_of_any_split_is_the_oracle(sizes):
 
 def test_operators_stop_changing_when_windows_are_full():
     for start, size in ((42, 8), (1_000, 8), (10**7, 5)):
-        same = RULE.like(start, start + size)
+        same = RULE.earliest(start, start + size)
         assert same == (41, 41 + size)
         for mine, other in zip(RULE.step(start, start + size), RULE.step(*same), strict=True):
             torch.testing.assert_close(mine, other, atol=1e-9, rtol=0)
         torch.testing.assert_close(RULE.reader(start), RULE.reader(41))
-    assert RULE.like(30, 50) == (30, 50)
+    assert RULE.earliest(30, 50) == (30, 50)
 
 
 def test_before_its_window_is_full_it_is_elastic_memory():

@@ -64,13 +64,13 @@ def _losses(logits, labels, found, vocabulary, DIFFERENTIATE: tl.constexpr, PIEC
 
 @lru_cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it agrees with torch's cross-entropy on this device."""
+    """Whether `losses` agrees with torch's cross-entropy on this device."""
     within = max(1e-5, torch.finfo(dtype).eps)
     return agrees("kernels for cross-entropy", lambda: _error(device, dtype), within)
 
 
 def _error(device: torch.device, dtype: torch.dtype) -> float:
-    """Of losses and gradients, with more logits than a program handles at once."""
+    """Relative error of losses and gradients, with more logits than a program handles at once."""
     generator, vocabulary = torch.Generator(device).manual_seed(0), 2 * PIECE + 1
     logits = (4 * torch.randn(16, vocabulary, device=device, generator=generator)).to(dtype)
     labels = torch.randint(0, vocabulary, (16,), device=device, generator=generator)

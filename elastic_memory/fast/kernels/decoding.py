@@ -4,7 +4,7 @@ counts is few bytes and few launches.
 1. `project`: RMS norm, then queries, keys and values in one small buffer.
 2. `attend`: rotates query and new key, writes the new column of the cache, and attends to what the row sees. A row's
    columns are cut into splits, one program each: every one leaves its own softmax and the logarithm of its sum.
-3. `merge`: joins the splits, output projection, residual; where rows need no splits, `contract` is all of it.
+3. `merge`: merges the splits, output projection, residual; without splits `contract` does it.
 4. `expand`: RMS norm, gate and up products, SiLU(gate) * up.
 5. `contract`: down product, residual.
 
@@ -43,7 +43,7 @@ def _begin(EARLY: tl.constexpr):
 
 @triton.jit
 def _wait(EARLY: tl.constexpr):
-    """Until the kernel ahead has ended."""
+    """Wait until the previous kernel has ended."""
     if EARLY:
         gdc_wait()
 
@@ -70,7 +70,7 @@ def _add_product(total, x, tile):
 
 @triton.jit
 def _rows_of(x, row, column, batch, COLUMNS: tl.constexpr):
-    """Part of a matrix of `batch` rows."""
+    """Load part of a matrix of `batch` rows."""
     inside = (row < batch)[:, None] & (column < COLUMNS)[None, :]
     return tl.load(x + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
 
@@ -284,7 +284,7 @@ def _contract(
 
 
 def _early(x: Tensor) -> dict[str, Any]:
-    """Whether kernels may overlap, and what the launch must say then."""
+    """Launch options: whether kernels may overlap."""
     early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"EARLY": early} | ({"launch_pdl": True} if early else {})
 
@@ -298,7 +298,7 @@ def _cut(batch: int, columns: int) -> dict[str, int]:
 
 
 def _padded(size: int) -> int:
-    """To what a tile's sides and tensor cores allow."""
+    """The size of a tile's side: a power of 2, and at least 16 for tensor cores."""
     return max(triton.next_power_of_2(size), 16)
 
 
@@ -307,7 +307,7 @@ def _grid(batch: int, units: int, cut: dict[str, int]) -> tuple[int, int]:
 
 
 def _normed_rows(hidden: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """Several rows after their norm; a single one gets it inside the product."""
+    """The RMS norm of several rows; a single row is normalised inside the product."""
     return hidden if len(hidden) == 1 else torch.nn.functional.rms_norm(hidden, gain.shape, gain, epsilon)
 
 
@@ -335,7 +335,7 @@ def attend(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a cache that gets its new column here: each split's mixture, and the log2 of what it sums to.
+    """Attention to a cache, which gets its new column here: each split's output, and the log2 of its softmax sum.
 
     `rope` are cosines and sines by position, [token, dim]; `rows` say of each row its position, its columns of memory,
     and how many tokens came before its block; `buffers` are [batch, kv_head, column, dim], with `memory` columns of
@@ -357,7 +357,7 @@ def attend(
 
 
 def merge(mixed: Tensor, sums: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """The output projection of what the splits found, added to `residual` [batch, 1, width]."""
+    """The output projection of the merged splits, added to `residual` [batch, 1, width]."""
     splits, batch, heads, dim = mixed.shape
     if splits == 1:
         return contract(mixed.view(batch, heads * dim), weight, residual)

@@ -29,8 +29,8 @@ from elastic_memory.shapes import Float, Tensor
 TILE = 64  # tokens at a time
 CHUNK = 1024  # tokens of a program
 COLUMNS = 16  # of a matrix, where one program goes from block to block
-# Of each kernel, as an H200 likes it, in shared memory that an A100 has too; folding has as many warps as keep two
-# matrices in registers.
+# Launch options, tuned on an H200 within the shared memory of an A100. FOLD has enough warps to keep two matrices in
+# registers.
 MIX = {"num_warps": 4, "num_stages": 1}
 MIX_GRADIENT = {"num_warps": 4, "num_stages": 1}
 MATRIX_GRADIENT = {"num_warps": 4, "num_stages": 3}
@@ -48,12 +48,12 @@ def mix(
     real: int,
     norm: bool,
 ) -> Float[Tensor, "batch block head token dim"]:
-    """local + g (sigma(q) M / sigma(q) z - local), what is read normalised if `norm`; first blocks without M: local.
+    """local + g (r - local) with r = sigma(q) M / sigma(q) z, normalised if `norm`; `local` in first blocks without M.
 
     `feature` is sigma(q), zero beyond the `real` features of a head.
     """
     (blocks, heads), (reads, kv_heads) = feature.shape[1:3], matrix.shape[1:3]
-    # What is made of matrices is made by plain code, which a compiler joins.
+    # Plain code for the small matrices: torch.compile fuses it.
     matrix, normaliser = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (matrix, normaliser))
     first = blocks - reads
     matrix, normaliser = F.pad(matrix, (0, 0) * 3 + (first, 0)), F.pad(normaliser, (0, 0) * 2 + (first, 0))
@@ -65,9 +65,9 @@ def fold(
     value: Float[Tensor, "batch block head token dim"],
     normaliser: Float[Tensor, "batch folded head dim"],
 ) -> tuple[Float[Tensor, "batch folded head dim dim"], Float[Tensor, "batch folded head dim dim"]]:
-    """U = sigma(K)^T V and G = sigma(K)^T diag(1 / sigma(K) z) sigma(K) of each block that has a z, from before it.
+    """U = sigma(K)^T V and G = sigma(K)^T diag(1 / sigma(K) z) sigma(K) of each block, z from before the block.
 
-    Others are left out here, as cutting them off would cost a copy of their gradients.
+    Blocks beyond the last z are ignored: slicing them off would copy their gradients.
     """
     return _fold(feature, value, normaliser)
 
@@ -75,7 +75,7 @@ def fold(
 def chain(
     known: Float[Tensor, "batch folded head dim dim"], added: Float[Tensor, "batch folded head dim dim"]
 ) -> Float[Tensor, "batch folded head dim dim"]:
-    """M <- (I - G) M + U, from zeros on: all the matrices on the way."""
+    """M <- (I - G) M + U from zeros on: M after each block."""
     return _chain(known, added)
 
 
@@ -84,7 +84,7 @@ def _sizes(dim: int) -> dict[str, int]:
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """[batch, block, head, token, dim], heads of a token side by side."""
+    """An empty [batch, block, head, token, dim], with the heads of a token side by side in memory."""
     batch, blocks, heads, tokens, dim = x.shape
     return x.new_empty(batch, blocks, tokens, heads, dim).transpose(2, 3)
 
@@ -173,7 +173,7 @@ def _chain(known: Tensor, added: Tensor) -> Tensor:
 
 @torch.library.custom_op("elastic_memory::infini_chain_backward", mutates_args=())
 def _chain_backward(gradient: Tensor, known: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of a matrix, and so of U, reaches the one before by (I - G)^T: the same chain, from its end."""
+    """The gradient of M, and so of U, goes to the M before it by (I - G)^T: the same chain backwards."""
     of_added = _chained(known, gradient, back=True)
     before = F.pad(matrices[:, :-1], (0, 0) * 3 + (1, 0))
     return -(of_added @ before.mT), of_added

@@ -22,13 +22,13 @@ def _both(a, b, c, d):
 
 @triton.jit
 def _sums(x, y):
-    """Of the rows of both: together, so that both have the layout that products leave."""
+    """Row sums of x and y in one reduction, so that both have the layout of products."""
     return tl.reduce((x, y), 1, _both)
 
 
 @triton.jit
 def _place(row, blocks, heads, s0, s1, s2):
-    """Where a block of a head begins: its row counts through rows of a batch, their blocks, and the heads of those."""
+    """Where a block of a head begins; `row` counts heads, then blocks, then rows of the batch."""
     return row // heads // blocks * s0 + row // heads % blocks * s1 + row % heads * s2
 
 
@@ -42,7 +42,7 @@ def _square(matrix, row, column, there, DIM: tl.constexpr):
 
 @triton.jit
 def _open(gate, row, blocks, heads, first):
-    """How far a gate is: that of a block that reads nothing is closed."""
+    """How far a gate is open: 0 in blocks that read nothing."""
     return tl.where(row // heads % blocks >= first, tl.sigmoid(tl.load(gate + row % heads).to(tl.float32)), 0.0)
 
 
