@@ -79,7 +79,7 @@ class Training(Section):
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return max(1, self.tokens // self.batch_tokens)
+        return self.tokens // self.batch_tokens
 
     @property
     def batch(self) -> int:
@@ -145,6 +145,11 @@ class Recipe(Section):
             raise ValueError(
                 f"training.batch_tokens: {training.batch_tokens:,}, not a multiple of training.length "
                 f"{training.length:,}"
+            )
+        if training.tokens < training.batch_tokens:
+            raise ValueError(
+                f"training.tokens: {training.tokens:,}, less than one step of {training.batch_tokens:,} "
+                "(training.batch_tokens): give more tokens or a smaller step"
             )
         return self
 
