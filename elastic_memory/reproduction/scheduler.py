@@ -25,14 +25,15 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def running_now(logs: Path) -> int:
-    """How many processes use the device now, by the schedulers with these logs; at least 1."""
-    counts = [int(file.read_text() or 1) for file in logs.glob("running-*") if _alive(int(file.name.split("-")[1]))]
+    """How many training processes share the device now: the sum over schedulers with these logs, at least 1."""
+    counts = [int(file.read_text() or 1) for file in logs.glob("running-*") if _alive(file)]
     return max(sum(counts), 1)
 
 
-def _alive(process: int) -> bool:
+def _alive(counter: Path) -> bool:
+    """Whether the scheduler that writes the file `running-PID` still runs."""
     try:
-        os.kill(process, 0)
+        os.kill(int(counter.name.split("-")[1]), 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # somebody else's
@@ -70,6 +71,9 @@ class Scheduler:
     def run(self) -> None:
         """Run until everything is done or time is up; leaves no process behind."""
         self.logs.mkdir(parents=True, exist_ok=True)
+        for counter in self.logs.glob("running-*"):
+            if not _alive(counter):  # its scheduler was killed
+                counter.unlink(missing_ok=True)
         ended = [signal.SIGTERM, *unless_ignored(signal.SIGHUP, signal.SIGINT)]
         handlers = {number: signal.signal(number, _interrupt) for number in ended}
         try:
