@@ -100,7 +100,9 @@ def _check_files(prompt_file: Path | None, prompt: str | None, memory: Path | No
     exists = memory is not None and memory.exists()
     if not prompt_file and not prompt and not exists:
         raise ValueError("nothing to continue: give --prompt-file, --prompt, or a --memory that exists")
-    if memory and not prompt_file and not keep and (not exists or (prompt and not tokens)):
+    if not tokens and not (memory and (prompt_file or (prompt and keep))):
+        raise ValueError("--tokens 0 only reads into --memory: give it, and --prompt-file, or --prompt with --keep")
+    if memory and not prompt_file and not keep and not exists:
         raise ValueError(
             f"nothing would be kept in {memory}: give the text to read as --prompt-file, or --keep to save --prompt"
         )
