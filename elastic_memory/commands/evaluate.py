@@ -100,11 +100,13 @@ def evaluate(
     Every number is printed with its protocol. To resume an interrupted evaluation, repeat the command with the same
     --out.
 
-        elastic evaluate runs/small-elastic-1a2b3c --data rows --metric ppl --out results/elastic.json
+        elastic evaluate runs/my-model --data rows --out results/my-model.json
 
-        elastic evaluate runs/small-elastic-1a2b3c --data rows --metric longppl --reference runs/small-full-4d5e6f
+        elastic evaluate runs/my-model --data rows --metric longppl \\
+          --reference runs/full-attention
 
-        elastic evaluate runs/small-elastic-1a2b3c --data rows --sampling uniform --corrupt 0.5
+        elastic evaluate runs/my-model --data rows --sampling uniform \\
+          --corrupt 0.5
     """
     from elastic_memory.data import samples
     from elastic_memory.evaluation.longppl import Settings

@@ -51,9 +51,11 @@ def generate(
     Reads --prompt-file, then --prompt, and writes the model's continuation to standard output. With --memory a book is
     read once and kept as a file of a few MiB; later calls continue it or ask about it, as often as you like:
 
-        elastic generate runs/my-model --prompt-file book.txt --memory book.memory.safetensors --tokens 0
+        elastic generate runs/my-model --prompt-file book.txt --tokens 0 \\
+          --memory book.memory.safetensors
 
-        elastic generate runs/my-model --memory book.memory.safetensors --prompt "In the end"
+        elastic generate runs/my-model --memory book.memory.safetensors \\
+          --prompt "In the end"
 
     Prompts and answers do not change the memory file without --keep. A text that it already holds is not read again.
     """

@@ -28,11 +28,13 @@ memory = typer.Typer(
 
         elastic memory read chapters/*.txt --model runs/my-model --out chapters
 
-        elastic memory join chapters/*.memory.safetensors --out book.memory.safetensors
+        elastic memory join chapters/*.memory.safetensors \\
+          --out book.memory.safetensors
 
         elastic memory show book.memory.safetensors
 
-        elastic generate runs/my-model --memory book.memory.safetensors --prompt "In the end"
+        elastic generate runs/my-model --memory book.memory.safetensors \\
+          --prompt "In the end"
     """),
 )
 
@@ -47,7 +49,8 @@ def read(
 ) -> None:
     """Read texts into memory files, one file per text.
 
-        elastic memory read chapters/*.txt --model runs/my-model --out chapters --processes 2
+        elastic memory read chapters/*.txt --model runs/my-model --out chapters \\
+          --processes 2
 
     Texts with an up-to-date memory file are skipped, so an interrupted command
     can simply be repeated.
@@ -98,7 +101,8 @@ def join(
 ) -> None:
     """Join memory files, as if their texts had been read in this order.
 
-        elastic memory join one.memory.safetensors two.memory.safetensors --out both.memory.safetensors
+        elastic memory join one.memory.safetensors two.memory.safetensors \\
+          --out both.memory.safetensors
 
     No text is read again, except the last, unfinished block of the last file.
     The joined file lists the names and lengths of its parts.

@@ -61,11 +61,12 @@ def reproduce(
 
         elastic reproduce main
 
-        elastic reproduce main corruption --tier small --data rows --minutes 25 --parallel 3
+        elastic reproduce main corruption --tier small --data rows --parallel 3
 
-        elastic reproduce injection --tier paper --data rows32k --reference meta-llama/Llama-3.1-8B
+        elastic reproduce injection --tier paper --data rows32k --minutes 25
 
-        elastic reproduce real-model --tier small --data rows16k --minutes 25 --designs "no memory, elastic cells"
+        elastic reproduce real-model --tier small --data rows16k \\
+          --designs "no memory, elastic cells"
 
     List all tables; show what is done and what is missing, with estimated GPU minutes; check the paper's claims:
 

@@ -58,7 +58,8 @@ def train(
 
         elastic train finetune/full --from smollm2-memory --data data/books
 
-        torchrun --nproc-per-node 8 --no-python elastic train paper/elastic --data data/pg19
+        torchrun --nproc-per-node 8 --no-python \\
+          elastic train paper/elastic --data data/pg19
     """
     from elastic_memory.training.recipe import load_recipe
     from elastic_memory.training.runs import StoppedError
