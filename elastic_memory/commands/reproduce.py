@@ -167,7 +167,7 @@ def _train(
         return True
     pairs = [pair for one in todo for pair in lab.missing(one.model, wanted(one.model))]
     needed = list(dict.fromkeys(one.model.corpus for one in todo))
-    lab.require(needed, longppl=any(metric == "longppl" for metric, _ in pairs))
+    lab.check_inputs(needed, longppl=any(metric == "longppl" for metric, _ in pairs))
     for corpus in needed:
         lab.folder(corpus)  # prepares the text that comes with the tier: once, not in each process
     lab.check_rows(needed)
