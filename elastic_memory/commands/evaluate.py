@@ -10,7 +10,7 @@ import typer
 from elastic_memory.commands.options import LARGEST_MEMORY, check_range, refuse_unused
 from elastic_memory.common import defaults
 
-# Options by the metrics that use them, or what the names of those begin with.
+# Options by the metrics that use them; a metric is given by its name or how that begins.
 USED_BY = {
     ("ppl",): ("protocol", "stride", "batch_size"),
     ("longppl",): ("reference", "trunc_len", "sliding_window", "alpha", "beta", "keys"),
@@ -133,7 +133,7 @@ def evaluate(
 
 
 def _refuse_unused(context: typer.Context, metrics: list[str], protocols: list[str], data: bool, noise: bool) -> None:
-    """Refuse what none of the metrics uses."""
+    """Refuse options that none of the metrics uses."""
     for users, names in USED_BY.items():
         if not any(metric.startswith(users) for metric in metrics):
             refuse_unused(context, f"without --metric {' or '.join(users)}", *names)
@@ -173,7 +173,7 @@ def _evaluate(
 
 
 def _load(checkpoint: str, rows: Any, conditions: Any) -> Any:
-    """The model; rows of another tokenizer, and conditions that it cannot meet, are refused."""
+    """Load the model; refuse rows of another tokenizer, and conditions that the model cannot have."""
     from elastic_memory.data.samples import check_vocabulary
     from elastic_memory.evaluation.loading import check_tokenizer, load_model, tokenizer_of
 

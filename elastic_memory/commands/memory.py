@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -79,7 +79,7 @@ def read(
         )
         try:
             jobs = [pool.submit(_read, *pair, model, tokenizer, threads) for pair in targets.items()]
-            failed = [error for job in as_completed(jobs) if (error := _report(_result, job))]
+            failed = [error for job in as_completed(jobs) if (error := _report(job.result))]
         except KeyboardInterrupt:
             for process in list(pool._processes.values()):
                 process.terminate()
@@ -234,11 +234,6 @@ def _report(work: Any, *arguments: Any) -> str | None:
     except (ValueError, OSError) as error:
         return one_line(error)
     return None
-
-
-def _result(job: Future) -> str:
-    line: str = job.result()
-    return line
 
 
 def _size(path: Path) -> str:
