@@ -97,16 +97,14 @@ def evaluate(
 ) -> None:
     """Measure a model: perplexity, LongPPL, and probes of its memory.
 
-    Every number is printed with its protocol. To resume an interrupted evaluation, repeat the command with the same
-    --out.
+    Every number is printed with its protocol. To resume an interrupted evaluation, repeat it with the same --out.
 
         elastic evaluate runs/my-model --data rows --out results/my-model.json
 
         elastic evaluate runs/my-model --data rows --metric longppl \\
           --reference runs/full-attention
 
-        elastic evaluate runs/my-model --data rows --sampling uniform \\
-          --corrupt 0.5
+        elastic evaluate runs/my-model --data rows --corrupt 0.5
     """
     from elastic_memory.data import samples
     from elastic_memory.evaluation.longppl import Settings

@@ -51,11 +51,10 @@ def generate(
     Reads --prompt-file, then --prompt, and writes the model's continuation to standard output. With --memory a book is
     read once and kept as a file of a few MiB; later calls continue it or ask about it, as often as you like:
 
-        elastic generate runs/my-model --prompt-file book.txt --tokens 0 \\
+        elastic generate MODEL --prompt-file book.txt --tokens 0 \\
           --memory book.memory.safetensors
 
-        elastic generate runs/my-model --memory book.memory.safetensors \\
-          --prompt "In the end"
+        elastic generate MODEL --memory book.memory.safetensors --prompt "The end"
 
     Prompts and answers do not change the memory file without --keep. A text that it already holds is not read again.
     """
@@ -67,8 +66,7 @@ def generate(
         refuse_unused(context, "with --temperature 0", "top_p", "seed")
     if not memory or not memory.exists():
         refuse_unused(context, "without a --memory that exists", "force")
-    # A pipe can be read only once.
-    digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None
+    digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None  # a pipe can be read only once
     model, encoder = load(checkpoint, tokenizer, sampling)
     store, cache = (_Store(memory) if memory else None), _cache(model, memory, force)
     if prompt_file:

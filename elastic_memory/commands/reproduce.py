@@ -65,8 +65,7 @@ def reproduce(
 
         elastic reproduce injection --tier paper --data rows32k --minutes 25
 
-        elastic reproduce real-model --tier small --data rows16k \\
-          --designs "no memory, elastic cells"
+        elastic reproduce real-model --tier small --data rows16k --designs infini
 
     List all tables; show what is done and what is missing, with estimated GPU minutes; check the paper's claims:
 
