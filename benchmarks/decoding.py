@@ -1,11 +1,11 @@
-"""Where a decoding step's time goes: one token of each row, kernel by kernel, beside what reading its bytes would take.
+"""The time of a decoding step (one token per row) by kernel, beside the time that reading its bytes would take.
 
     python benchmarks/decoding.py --preset 100m --rows 1 8 64 --out benchmarks/results/decoding-h200.json     # on a GPU
     python benchmarks/decoding.py --out decoding.json                                  # on any machine: the plain step
 
-A step is a captured graph, replayed with half a block open. `fused` is the step of our own kernels, `plain` the one of
-torch's; both take turns. Kernels are timed one after the other: overlapping, as they do in a step, each would count the
-time that it waits for the one before.
+A step is a captured graph, replayed with half a block open. `fused` uses our own kernels, `plain` those of torch; the
+two are interleaved. Kernels are timed one after the other: in a step they overlap, and each would include the time that
+it waits for the one before.
 """
 
 import argparse
@@ -28,7 +28,7 @@ OURS = ("_project", "_attend", "_merge", "_expand", "_contract")
 
 
 def decoders(model, rows: int, opened: int) -> dict[str, decoder.Decoder]:
-    """A decoder of each kind, its step captured."""
+    """A decoder of each kind, with its captured step."""
     size, device, kernels = model.config.block_size, model.device, decoder._kernels
     base = em.MemoryCache(model, static=True)
     ids = torch.randint(0, model.config.vocab_size, (rows, size + opened), device=device)
@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
-    parser.add_argument("--repeats", type=int, default=30, help="steps between two looks at the clock")
+    parser.add_argument("--repeats", type=int, default=30, help="steps that are timed together")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     cuda = torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""A book without end: perplexity, memory and time by position of one long stream.
+"""Perplexity, memory and time by position in one very long stream.
 
     python benchmarks/endless.py RUN --text rows16k/books --beside SmolLM2.gguf --out benchmarks/results/endless.json
 
@@ -23,7 +23,7 @@ from elastic_memory.evaluation.loading import load_model, tokenizer_of
 from elastic_memory.evaluation.losses import empty_cache, evaluating, token_losses
 from elastic_memory.report import plots
 
-PARTS = 128  # of a stream, each measured as a whole
+PARTS = 128  # of a stream: one row of results each
 
 
 def tokens_of(text, model, count):
@@ -39,7 +39,7 @@ def tokens_of(text, model, count):
 
 
 def held_bytes(cache):
-    """Of keys, values and memory, whoever's cache it is."""
+    """Bytes of keys, values and memory, in a MemoryCache or a cache of transformers."""
     if hasattr(cache, "nbytes"):
         return cache.nbytes()
     return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
@@ -85,8 +85,8 @@ def main():
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--call", type=int, default=1024, help="tokens read at a time")
     parser.add_argument("--beside", help="a model without memory, such as the untouched one")
-    parser.add_argument("--until", type=int, default=16384, help="tokens that it reads")
-    parser.add_argument("--bf16", action="store_true", help="on a CPU, too")
+    parser.add_argument("--until", type=int, default=16384, help="tokens that the model --beside reads")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16 on a CPU too, as on a GPU")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     narrow = args.bf16 or torch.cuda.is_available()

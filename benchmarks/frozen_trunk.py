@@ -3,15 +3,15 @@
     python benchmarks/frozen_trunk.py MODEL --adapted RUN --data ROWS --work WORK \\
       --out benchmarks/results/frozen-trunk-DATE.json
 
-All layers get the same sliding window. What enters layer `--layer` is then the same for every design, so it is
-computed once and kept in WORK. Each design trains that layer's attention (0.9M weights of SmolLM2, and the memory's
-own) on the same rows in the same order, and is measured on test rows twice as long: perplexity, LongPPL, and recall of
-spans that come again. Another seed trains on other rows.
+All layers get the same sliding window. The hidden states that enter layer `--layer` are then the same for every
+design, so they are computed once and kept in WORK. Each design trains the attention of that layer (0.9M weights of
+SmolLM2, and the memory's own) on the same rows in the same order. It is measured on test rows twice as long:
+perplexity, LongPPL, and recall of repeated spans. Each seed trains on other rows.
 RUN is MODEL fine-tuned without memory under that window (`elastic attach MODEL --memory none --local sliding`, then
-`elastic train --from`): a model that was trained with full attention has learned to attend to the first tokens of a
-text, which a window loses. Without `--adapted` designs start from MODEL itself, which the bounds are of anyhow.
-Designs are those of `elastic reproduce real-model`; what is in `--out` already is not repeated. Several processes may
-write to one `--out`, for instance one for each seed. `--save DIR` keeps whole models. On a CPU with Linux
+`elastic train --from`). Without that, a model trained with full attention misses the first tokens of a text, which it
+has learned to attend to. Without `--adapted`, designs start from MODEL itself; full attention and attention sinks
+always use MODEL. Designs are those of `elastic reproduce real-model`; designs already in `--out` are skipped. Several
+processes may write to one `--out`, for instance one per seed. `--save DIR` keeps whole models. On a CPU with Linux
 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 saves a fifth of the time.
 """
 
@@ -96,7 +96,7 @@ def narrow():
 
 
 def hidden_states(rows, length: int, name: str, args):
-    """What enters the layer, of every row, from a file that is made once; read row by row."""
+    """The hidden states that enter the layer, by row, in a file that is written once and read lazily."""
     path = args.work / f"{args.trunk}-{name}-{length}-{len(rows)}.safetensors"
     if not path.exists():
         lower = attached(below(trunk(args), args.layer), BASE, 0, args).bfloat16()
@@ -108,7 +108,7 @@ def hidden_states(rows, length: int, name: str, args):
                 held[str(index)] = lower.model(ids).last_hidden_state[0].bfloat16().cpu()
                 print(f"{name}: row {index + 1} of {len(rows)}", end="\r", flush=True)
         args.work.mkdir(parents=True, exist_ok=True)
-        own = path.with_suffix(f".{os.getpid()}")  # two may compute them at once
+        own = path.with_suffix(f".{os.getpid()}")  # two processes may compute them at once
         save_file(held, own)
         own.rename(path)
     return safe_open(path, "pt")
@@ -148,13 +148,13 @@ def train(upper, rows, states, args) -> list[float]:
 
 
 def leaving(upper, states, chosen):
-    """What leaves the last layer, of some rows."""
+    """The output of the last layer for some rows."""
     entering = torch.stack([states.get_tensor(str(index)) for index in chosen]).to(DEVICE).float()
     return upper.model(inputs_embeds=entering, use_cache=False).last_hidden_state
 
 
 def backward(head, hidden, targets) -> float:
-    """The mean loss of all tokens, and its gradients; the logits of a few tokens at a time."""
+    """Backpropagate the mean loss of all tokens and return it; only the logits of `PIECE` tokens exist at a time."""
     leaf, total = hidden.detach().requires_grad_(), torch.zeros((), device=DEVICE)
     for some, those in zip(leaf.split(PIECE), targets.split(PIECE), strict=True):
         loss = cross_entropy(head(some).float(), those, reduction="sum") / len(targets)
@@ -165,7 +165,7 @@ def backward(head, hidden, targets) -> float:
 
 
 def token_losses(upper, rows, states):
-    """Of every token of every row but its first."""
+    """The loss of every token of every row but its first."""
     losses = []
     with evaluating(upper), narrow():
         for index, row in enumerate(rows):
@@ -178,19 +178,19 @@ def token_losses(upper, rows, states):
 
 
 def text_losses(upper, args, texts):
-    """The same of texts that are made for a measurement, whose hidden states are kept, too."""
+    """The same for rows of token ids that were made for a measurement; their hidden states are kept in WORK too."""
     states = hidden_states(texts, texts.shape[1], hashlib.sha256(texts.numpy().tobytes()).hexdigest()[:16], args)
     return torch.stack([torch.from_numpy(row) for row in token_losses(upper, texts, states)])
 
 
 def recall(read, rows, args):
-    """Losses of copies and of the same spans where they are new, by distance and document."""
+    """For each distance the losses of `copy_losses`: copies, and the same spans in a text where they are new."""
     some = Spread(rows, args.copy_rows)
     return {str(distance): copy_losses(read, some, distance, args.span) for distance in args.distances}
 
 
 def adaptation(args):
-    """On how many tokens the trunk was fine-tuned, and how."""
+    """The settings with which RUN was fine-tuned, for the record."""
     if not args.adapted:
         return None
     training = read_yaml((Path(args.adapted) / "recipe.yaml").read_text(), "recipe.yaml")["training"]
@@ -198,7 +198,7 @@ def adaptation(args):
 
 
 def check(design: str, rows, args) -> float:
-    """How far the upper part alone is from the whole model, in logits; both in float32 from the same states."""
+    """The largest difference in logits between the upper layers and the whole model, in float32."""
     whole = attached(trunk(args), design, args.layer, args)
     upper = attached(above(trunk(args), args.layer), design, 0, args)
     ids = token_ids(rows[0])[None, : 2 * args.window].to(DEVICE)
@@ -209,7 +209,7 @@ def check(design: str, rows, args) -> float:
 
 
 def save(upper, design: str, args) -> None:
-    """The whole model with the trained layer, as a folder that every command reads."""
+    """Write the whole model with the trained layer to a folder, which every command reads."""
     whole = attached(trunk(args), design, args.layer, args)
     whole.model.layers[args.layer].self_attn.load_state_dict(upper.model.layers[0].self_attn.state_dict())
     folder = args.save / f"{design.replace(' ', '-')}-seed{args.seed}"
@@ -218,7 +218,7 @@ def save(upper, design: str, args) -> None:
 
 
 def trained(design: str, tested, outputs, args):
-    """A design's record, and its losses on the test rows."""
+    """Train a design; returns its record and its losses on the test rows."""
     seen = samples(args.data, "train")
     if len(seen) < args.steps * args.batch:
         raise SystemExit(f"{args.data} has {len(seen)} training rows, {args.steps} steps of {args.batch} need more")
@@ -246,7 +246,7 @@ def trained(design: str, tested, outputs, args):
 
 
 def untrained(design: str, tested, args):
-    """The untouched model with all of the text before a token, or the first and the newest tokens of it."""
+    """The record and losses of the untouched model, with full attention or attention sinks."""
     model = load_model(args.model).bfloat16()
     sinks = DESIGNS[design]["untrained"] == "sinks"
     one = partial(sink_losses, model, window=args.window) if sinks else partial(whole_losses, model)
@@ -264,7 +264,7 @@ def untrained(design: str, tested, args):
 
 @contextmanager
 def recording(path, plan, data):
-    """The record, for one process at a time; written at the end. Refuses one of another plan."""
+    """Lock, read and at the end write the record; exits if it is of another plan."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

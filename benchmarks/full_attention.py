@@ -1,4 +1,4 @@
-"""Why full attention is behind blocks early in training, in block 0 too, where both are the same function.
+"""Does full attention learn more slowly than attention in blocks? Block 0, where both are the same function, tells.
 
 Both start from the same weights and see the same samples; float32 on a CPU, no kernels of our own.
 

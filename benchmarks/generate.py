@@ -38,7 +38,7 @@ def seconds(call) -> float:
 
 
 def continued(model, prompt, tokens: int, captured: bool = True, **options):
-    """`generate`; it looks for an end of text, which never comes."""
+    """Call `generate` with an end-of-text token that is never sampled."""
     generation.DEVICES = ("cuda",) if captured else ()
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": model.config.vocab_size} | options
     return model.generate(prompt, max_new_tokens=tokens, **options)
@@ -69,7 +69,7 @@ def speeds(models: dict, rows: int, arguments: argparse.Namespace) -> list[dict]
 
 
 def first_token(model, arguments: argparse.Namespace) -> dict:
-    """Milliseconds that a warm model takes for a prompt, and from there to its second token, the first of a step."""
+    """Milliseconds that a warm model takes for a prompt, and for a prompt and two tokens."""
     prompt = torch.randint(1, model.config.vocab_size, (1, arguments.prompt), device=model.device)
     continued(model, prompt, 2)
     prefill = [seconds(lambda: model(prompt, use_cache=True, logits_to_keep=1)) for _ in range(5)]
@@ -89,7 +89,7 @@ def reading(model, tokens: int) -> dict:
 
 
 def agreement(model, arguments: argparse.Namespace) -> dict:
-    """Share of tokens until the first that differs from the plain path's."""
+    """Share of tokens before the first one that differs from the plain path's."""
     prompt = torch.randint(1, model.config.vocab_size, (4, arguments.prompt), device=model.device)
     shares = {}
     for dtype in (torch.float32, torch.bfloat16):

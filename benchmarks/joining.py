@@ -1,13 +1,13 @@
-"""A long prompt read in order against its blocks read side by side and joined: time, and how far the states are apart.
+"""Reading a long prompt in order against reading its blocks in parallel and joining them: time, and error of the state.
 
     python benchmarks/joining.py --preset tiny --out benchmarks/results/joining-cpu.json
     python benchmarks/joining.py --preset 100m --lengths 1048576 --out ...             # on a GPU
     torchrun --nproc-per-node 2 benchmarks/joining.py --lengths 65536 --out ...        # several processes, a share each
 
-Both ways take the same tokens, interleaved, on one row. `state_error` is the relative distance of the joined state from
-the one read in order, in the model's precision; `state_error_float32` is the same in float32, on the first --exact
-tokens, where rounding of activations does not hide it; `logits_error_float32` is the largest difference of the next
-token's logits there. `join_ms` is the time of one join of two states, its operators included.
+Both ways read the same row, interleaved. `state_error` is the relative distance of the joined state from the one read
+in order, in the model's precision. `state_error_float32` is the same in float32, on the first --exact tokens, and
+`logits_error_float32` the largest difference of the next token's logits there. `join_ms` is the time of one join of two
+states, including building its operators.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def prompt(model, length):
 
 @torch.inference_mode()
 def in_order(model, ids, group=None):
-    """Today's prefill: pieces of whole blocks, one after another."""
+    """The usual prefill: pieces of whole blocks, one after another."""
     cache = em.MemoryCache(model)
     begin = clock(model.device.type)
     for piece in ids.split(max(model.config.block_size, AT_ONCE), dim=1):
@@ -48,7 +48,7 @@ def in_order(model, ids, group=None):
 
 @torch.inference_mode()
 def side_by_side(model, ids, group=None):
-    """`MemoryCache.read`."""
+    """`MemoryCache.read`, which reads blocks in parallel."""
     cache = em.MemoryCache(model)
     begin = clock(model.device.type)
     cache.read(ids, group=group)
@@ -56,7 +56,7 @@ def side_by_side(model, ids, group=None):
 
 
 def distance(cache, expected):
-    """Of two caches' states, relative."""
+    """The relative distance between the states of two caches."""
     pairs = zip(cache.streams, expected.streams, strict=True)
     states = [(a.double(), b.double()) for one, two in pairs for a, b in zip(one.state, two.state, strict=True)]
     return max((float((a - b).norm() / b.norm()) for a, b in states), default=0.0)

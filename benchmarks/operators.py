@@ -1,4 +1,4 @@
-"""How long the operators take to build, and how much memory: closed forms beside the paper's matrix exponentials.
+"""Time and peak memory of building the operators: closed forms beside the paper's matrix exponentials.
 
     python benchmarks/operators.py [--quick] [--out benchmarks/results]
 
@@ -66,7 +66,7 @@ QUICK = [name for name in CASES if "8640" not in name and "2160" not in name]
 
 
 def measure(name: str, device: str) -> dict[str, float | str]:
-    """Seconds and peak memory of one case; a small run beforehand pays for what only the first call costs."""
+    """Seconds and peak memory of one case, after a small warm-up run."""
     cuda = device == "cuda"
     for warm in (plan(8, device), closed(8, device, 8), exponentials(8, device, 8)):
         del warm

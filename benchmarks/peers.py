@@ -1,11 +1,11 @@
-"""Training tokens/s and peak memory beside peers, on one device, in one process, at the shape of our 100m preset.
+"""Training tokens/s and peak memory of other implementations, on one device, in one process, at our 100m shape.
 
     python benchmarks/peers.py --packages FOLDER --out benchmarks/results/peers.json     # on a GPU, about four minutes
     python benchmarks/peers.py --tiny --out peers.json                                   # on any machine, a trial
 
 A step is forward, backward, clipping and AdamW on samples of 32,768 tokens in bfloat16 autocast: four at a time, or as
-many as fit. FOLDER holds the peers, as `pip install --target FOLDER` would put them; one that is missing or fails says
-why, and the others go on. Each row's note tells where that peer differs from the shape.
+many as fit. FOLDER holds the peers, as `pip install --target FOLDER` would put them. A peer that is missing or fails is
+recorded with the reason. The note of a row says where that peer differs from our shape.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Build = Callable[[str, bool], tuple[nn.Module, Backward]]  # from a preset's nam
 
 @dataclass(frozen=True)
 class Peer:
-    """How to make it: model and a function for forward and backward. `rows` and `warmups`: where fewer will do."""
+    """How to build a peer: its model, and a function for forward and backward. Slow peers take fewer rows, warm-ups."""
 
     build: Build
     note: str
@@ -57,12 +57,12 @@ def shape(preset: str) -> em.MemoryLlamaConfig:
 
 
 def fields(preset: str, names: Iterable[str]) -> dict[str, Any]:
-    """Our shape in the words of transformers."""
+    """Our shape by the names of transformers' configurations."""
     return {name: getattr(shape(preset), name) for name in names}
 
 
 def sizes(preset: str) -> dict[str, int]:
-    """Our shape in the words of the three packages that share them."""
+    """Our shape by the names that three of the packages share."""
     own = shape(preset)
     return {
         "num_tokens": own.vocab_size,
@@ -294,8 +294,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", type=Path, help="folder of the peers' packages, searched last")
-    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS), help=f"{BASE} always comes along")
-    parser.add_argument("--seconds", type=int, default=240, help="no further peer is begun after this")
+    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS), help=f"{BASE} is always timed")
+    parser.add_argument("--seconds", type=int, default=240, help="start no further peer after this time")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU, nothing compiled")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -304,7 +304,7 @@ def main() -> None:
     preset, cuda = "tiny" if args.tiny else "100m", torch.cuda.is_available() and not args.tiny
     if not cuda and not args.tiny:
         parser.error("no GPU here: --tiny tries the program on a CPU")
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would go on slowly, and uncompiled
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would silently run uncompiled
     record: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "environment": environment() | {"transformers": transformers.__version__},

@@ -1,9 +1,9 @@
-"""How fast `elastic prepare` is beside the tokenizer alone on the same documents and cores.
+"""Throughput of `elastic prepare` beside the tokenizer alone, on the same documents and cores.
 
     python benchmarks/prepare.py [--tokenizer FOLDER] [--source FILES] [--quick] [--out benchmarks/results]
 
 The tokenizer alone is `encode_batch` of the library tokenizers over whole documents, with its own threads; preparation
-reads, checks, tokenises, cuts and writes. Each is run in turn, three times, in one process; the best of each counts.
+reads, checks, tokenizes, cuts and writes. The two are interleaved three times in one process; the best time counts.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Where a training step's time goes, and what the chip would allow: floor, measured time and gap of every part.
+"""The time of a training step by part: measured, the floor that the chip allows, and the gap between them.
 
     python benchmarks/roofline.py --presets 100m 200m 400m --out benchmarks/results/roofline-h200.json
 
 A floor is what counted operations and bytes take at the best that was measured on an H200: 790 TFLOP/s for a large
 bf16 product, 4.3 TB/s for a copy. Measured times are those of the step's own kernels, sorted into parts by the
-operation that launched them; what is left of the step is gaps. Parts are those of Transformer++; with `--memory`, what
-belongs to none of them is under "memory and other", whose floor is not counted.
+operation that launched them; the rest of the step is gaps. Parts are those of Transformer++; with `--memory`, all other
+kernels are in "memory and other", which has no floor.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python benchmarks/sliding.py --out benchmarks/results/sliding-h200.json     # on a GPU: the shape of SmolLM2-135M
     python benchmarks/sliding.py --tiny --out sliding.json                      # on any machine
 
-A step is forward, backward, clipping and AdamW in bf16, layers compiled; models take turns in one process. Ratios are
-times relative to block-local attention with the same memory. Before that, losses without masks are compared with
-those of the path that has masks.
+A step is forward, backward, clipping and AdamW in bf16, with compiled layers; models are interleaved in one process.
+Ratios are times relative to block-local attention with the same memory. Losses of the path without masks are compared
+with those of the path with masks first.
 """
 
 import argparse

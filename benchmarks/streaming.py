@@ -3,10 +3,10 @@
     python benchmarks/streaming.py --preset tiny --out benchmarks/results/streaming-cpu.json
     python benchmarks/streaming.py --preset 100m --batches 1 64 --full --out ...       # on a GPU
 
-For each length: prefill tokens/s; decode tokens/s averaged over a whole block, its end and its share of building
-operators included; bytes of the cache (with a block open, and of the memory file); bytes the device holds. The floor of
-a decoding step is what its weights, half a block and the memory tokens take at 4.3 TB/s. `--full` adds full attention
-with a KV cache, where that still fits, and a cache whose steps are not captured, which is what full attention has.
+For each length: prefill tokens/s; decode tokens/s, averaged over a whole block, including its end and its share of
+building operators; bytes of the cache with an open block, of the memory file, and of the device. The floor of a
+decoding step is the time to read its weights, half a block and the memory tokens at 4.3 TB/s. `--full` adds full
+attention with a KV cache, where that fits, and our memory without captured steps, as full attention has none.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def main():
             if cuda:
                 model = model.cuda().bfloat16()
                 model.compile_blocks()
-            # A full cache grows with history, and so does the time of each token: short ones and few steps will do.
+            # A full cache grows with the history, and so does the time of each token: only short histories, few steps.
             lengths = [n for n in args.lengths if n * batch <= (2**21 if static else 2**15)]
             steps = args.steps or (config.block_size if static else 128)
             print(f"{name}, batch {batch}", flush=True)

@@ -22,11 +22,11 @@ MODELS = {
     "infini": ("infini", 1),
     "melodi": ("melodi", 1),
 }
-DECODED = 1000  # tokens of a decoding turn
+DECODED = 1000  # tokens of one text
 
 
 def worker(kind: str, name: str, preset: str, length: int) -> None:
-    """Warm up, then answer each line with the seconds of so many steps; `name` is one of `MODELS`."""
+    """Warm up, then read numbers of steps from standard input and print their seconds; `name` is one of `MODELS`."""
     import torch
 
     import elastic_memory as em
@@ -121,7 +121,7 @@ def compare(kind: str, names: list[str], arguments: argparse.Namespace) -> list[
     order = list(workers)
     for _ in range(arguments.rounds):
         for which in order:
-            ask(workers[which], 1)  # the device was somebody else's
+            ask(workers[which], 1)  # warm-up, as another process used the device before
             seconds[which].append(ask(workers[which], arguments.steps))
         order.reverse()
     for process in workers.values():
@@ -144,11 +144,11 @@ def main() -> None:
     parser.add_argument("--after", type=lambda path: Path(path).resolve(), required=True)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--length", type=int, default=32768, help="tokens of a row")
-    parser.add_argument("--steps", type=int, default=3, help="training steps, or texts decoded, between two looks")
+    parser.add_argument("--steps", type=int, default=3, help="training steps, or texts, that are timed together")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--kinds", nargs="+", default=["generate", "decoding", "training"])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--at-once", type=int, default=3, help="models that are on the device together")
+    parser.add_argument("--at-once", type=int, default=3, help="models on the device at the same time")
     parser.add_argument("--commits", nargs=2, default=["", ""], metavar=("BEFORE", "AFTER"))
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

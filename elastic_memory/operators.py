@@ -26,6 +26,7 @@ BATCH = 2**22  # float64 numbers of the transitions that the recurrent algorithm
 SWEEP = {"cpu": 2**13, "cuda": 2**15}
 PANEL = {"cpu": 64, "cuda": 256}
 
+LARGEST = 2**20  # order and points: anything above is a slip, and would fill the machine before it fails
 CACHED = 4  # entries per cache; an unbounded one would break the promise of constant memory
 
 # A stream builds the operators of several blocks together, a stretch: the recurrence over n takes as many launches for
@@ -105,8 +106,8 @@ class Bank:
     options: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.order < 1 or self.points < 1:
-            raise ValueError(f"order {self.order} read at {self.points} points: both must be at least 1")
+        if not (1 <= self.order <= LARGEST and 1 <= self.points <= LARGEST):
+            raise ValueError(f"order {self.order:,} read at {self.points:,} points: give 1 to {LARGEST:,} of each")
         sampling.resolve(self.sampling, dict(self.options))
 
     def checked(self) -> "Bank":

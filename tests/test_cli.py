@@ -141,6 +141,14 @@ def test_every_command_shows_an_indented_example(name, monkeypatch, capsys):
     assert re.search(rf"^     elastic {name}\b", shown, re.MULTILINE), shown
 
 
+@pytest.mark.parametrize("name", [*cli.COMMANDS, "memory read", "memory join", "memory show"])
+def test_examples_keep_their_indentation_in_80_columns(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = call(monkeypatch, capsys, *name.split(), "--help")[1].partition("╭─")[0]
+    after = re.findall(r"^     \S.*\n(.*)$", shown, re.MULTILINE)
+    assert after and all(not line.strip() or line.startswith("     ") for line in after), shown
+
+
 def test_the_doctor_knows_versions_machine_and_fast_paths(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))

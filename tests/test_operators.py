@@ -204,6 +204,8 @@ def test_a_sampling_of_ones_own():
     [
         (lambda: Bank(0, 4), "order 0"),
         (lambda: Bank(4, 0), "0 points"),
+        (lambda: Bank(4, 10**9), "1,000,000,000 points: give 1 to 1,048,576"),
+        (lambda: Bank(10**9, 4), "order 1,000,000,000"),
         (lambda: Bank(4, 4, "exponental"), "did you mean 'exponential'"),
         (lambda: Bank(4, 4, "uniform", (("decay", 0.5),)), "takes none"),
         (lambda: Bank(4, 4).plan(8, 2, CPU, algorithm="scenic"), "direct or recurrent"),

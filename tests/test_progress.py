@@ -78,7 +78,7 @@ def test_a_log_gets_a_line_with_the_same_numbers(unit, step, shown, monkeypatch,
         for _ in range(3):
             bars.advance(task, step)
         capsys.readouterr()
-        bars.tell(task)
+        bars.print_line(task)
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(f"reading  {shown}.*", line), line
 
@@ -95,7 +95,7 @@ def test_a_log_gets_a_line_a_minute(monkeypatch, capsys):
 def test_only_the_main_process_tells(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with Bars() as bars:
-        bars.tell(bars.add_task("reading", total=100))
+        bars.print_line(bars.add_task("reading", total=100))
     assert not capsys.readouterr().err
 
 

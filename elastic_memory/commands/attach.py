@@ -49,9 +49,11 @@ def attach(
     The weights are copied unchanged. All other commands take the folder as they take a training run. The memory is of
     use only after training: `elastic train --from`.
 
-        elastic attach HuggingFaceTB/SmolLM2-135M --layers 20 --local sliding --out smollm2-memory
+        elastic attach HuggingFaceTB/SmolLM2-135M --layers 20 --local sliding \\
+          --out smollm2-memory
 
-        elastic attach model.gguf --memory memorizing --layers 10 --layers 20 --order 540 --out with-queue
+        elastic attach model.gguf --memory memorizing --layers 10 --layers 20 \\
+          --order 540 --out with-queue
     """
     from elastic_memory.common.names import suggest
     from elastic_memory.evaluation.attaching import DTYPES, write_attached

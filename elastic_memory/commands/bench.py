@@ -25,7 +25,7 @@ def bench(
 
         elastic bench
 
-        elastic bench --preset 100m --memory elastic --multiple 16 --out bench.json
+        elastic bench --preset 100m --memory elastic --multiple 4 --out bench.json
     """
     import torch
     from rich.console import Console

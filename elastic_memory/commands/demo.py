@@ -98,7 +98,7 @@ def _check_seed(file: Path, seed: int) -> None:
 
 
 def memory_at_work(out: Path, console: Console) -> list[tuple[str, str]]:
-    """Compress four signals, and print and plot how much of each every order keeps."""
+    """Compress four signals; print and plot how much of their variance each order keeps."""
     from elastic_memory.common.files import write_text
     from elastic_memory.evaluation.signals import noise, sines, text
     from elastic_memory.report import plots
@@ -148,7 +148,7 @@ def _remember(signal: "Tensor", order: int) -> "Tensor":
 
 
 def _recall(out: Path, seed: int, console: Console) -> list[tuple[str, str]]:
-    """Train both models, unless that is done, and ask them; the one with memory as it is, and with a larger memory."""
+    """Train both models unless done, and measure recall: without memory, with memory, and with the memory enlarged."""
     from elastic_memory.common.files import write_json, write_text
     from elastic_memory.common.strict import read_json
     from elastic_memory.report.tables import Table
@@ -186,7 +186,7 @@ def _recall(out: Path, seed: int, console: Console) -> list[tuple[str, str]]:
 
 
 def _learned(folder: Path, memory: dict[str, str], seed: int, name: str) -> Any:
-    """A model that has learnt the task; trained once, then loaded."""
+    """A model trained on the recall task; loaded if an earlier call has saved it."""
     import elastic_memory as em
     from elastic_memory.evaluation.recall import learn
     from elastic_memory.reproduction.tables.recall import PLANS, build
@@ -207,7 +207,7 @@ def _learned(folder: Path, memory: dict[str, str], seed: int, name: str) -> Any:
 
 
 def _asked(model: Any, name: str, seed: int) -> list[dict[str, Any]]:
-    """The model's answers at each distance, as records of the recall table."""
+    """Recall at each distance, as records of the recall table."""
     import dataclasses
 
     from elastic_memory.evaluation.recall import recall
@@ -261,7 +261,7 @@ def _letters(values: list[int]) -> str:
 
 
 def _language_model(out: Path, tokens: int, seed: int, console: Console) -> tuple[Path, list[tuple[str, str]]]:
-    """Train both models, unless that is done, and let them read unseen packages; the one with memory also without."""
+    """Train both models unless done, and measure perplexity on unseen packages, also with memory erased (P4)."""
     from elastic_memory.commands.evaluate import evaluate
     from elastic_memory.commands.prepare import prepare
     from elastic_memory.common.files import write_text
@@ -311,7 +311,7 @@ def _compared(kept: dict[str, Any], erased: dict[str, Any], without: dict[str, A
 
 
 def _train(out: Path, name: str, tokens: int, seed: int) -> Path:
-    """Train a language model, unless that is done; returns its run folder."""
+    """Train a language model unless done, and return its run folder."""
     from elastic_memory.training.recipe import Recipe
     from elastic_memory.training.runs import StoppedError
     from elastic_memory.training.session import Resume, train

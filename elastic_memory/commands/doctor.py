@@ -108,7 +108,7 @@ def _taken(used: bool, why: str) -> tuple[str, str]:
 
 
 def _slow(device: Any) -> Iterator[str]:
-    """What makes this machine slower than it need be, and what to do."""
+    """A sentence for each thing that makes this machine slow, and what to do about it."""
     import torch
 
     from elastic_memory.common.threads import choose_threads
@@ -127,11 +127,11 @@ def _slow(device: Any) -> Iterator[str]:
     if choose_threads() < most:
         yield f"One thread is faster than {most} for small models here: set OMP_NUM_THREADS=1."
     torch.set_num_threads(most)
-    yield f"Without a GPU: {_products():,.1f} GFLOP/s in float32. Use tiny models; the paper's need a GPU."
+    yield f"Without a GPU: {_gflops():,.1f} GFLOP/s in float32. Use tiny models; the paper's need a GPU."
 
 
-def _products() -> float:
-    """Speed of matrix products, the best of five."""
+def _gflops() -> float:
+    """GFLOP/s of a float32 matrix product, the best of five."""
     import torch
 
     left = torch.randn(512, 512)

@@ -10,7 +10,7 @@ import typer
 from elastic_memory.commands.options import LARGEST_MEMORY, check_range, refuse_unused
 from elastic_memory.common import defaults
 
-# Options by the metrics that use them, or what the names of those begin with.
+# Options by the metrics that use them; a metric is given by its name or how that begins.
 USED_BY = {
     ("ppl",): ("protocol", "stride", "batch_size"),
     ("longppl",): ("reference", "trunc_len", "sliding_window", "alpha", "beta", "keys"),
@@ -97,14 +97,14 @@ def evaluate(
 ) -> None:
     """Measure a model: perplexity, LongPPL, and probes of its memory.
 
-    Every number is printed with its protocol. To resume an interrupted evaluation, repeat the command with the same
-    --out.
+    Every number is printed with its protocol. To resume an interrupted evaluation, repeat it with the same --out.
 
-        elastic evaluate runs/small-elastic-1a2b3c --data rows --metric ppl --out results/elastic.json
+        elastic evaluate runs/my-model --data rows --out results/my-model.json
 
-        elastic evaluate runs/small-elastic-1a2b3c --data rows --metric longppl --reference runs/small-full-4d5e6f
+        elastic evaluate runs/my-model --data rows --metric longppl \\
+          --reference runs/full-attention
 
-        elastic evaluate runs/small-elastic-1a2b3c --data rows --sampling uniform --corrupt 0.5
+        elastic evaluate runs/my-model --data rows --corrupt 0.5
     """
     from elastic_memory.data import samples
     from elastic_memory.evaluation.longppl import Settings
@@ -131,7 +131,7 @@ def evaluate(
 
 
 def _refuse_unused(context: typer.Context, metrics: list[str], protocols: list[str], data: bool, noise: bool) -> None:
-    """Refuse what none of the metrics uses."""
+    """Refuse options that none of the metrics uses."""
     for users, names in USED_BY.items():
         if not any(metric.startswith(users) for metric in metrics):
             refuse_unused(context, f"without --metric {' or '.join(users)}", *names)
@@ -171,7 +171,7 @@ def _evaluate(
 
 
 def _load(checkpoint: str, rows: Any, conditions: Any) -> Any:
-    """The model; rows of another tokenizer, and conditions that it cannot meet, are refused."""
+    """Load the model; refuse rows of another tokenizer, and conditions that the model cannot have."""
     from elastic_memory.data.samples import check_vocabulary
     from elastic_memory.evaluation.loading import check_tokenizer, load_model, tokenizer_of
 

@@ -33,7 +33,7 @@ def generate(
         Path | None, typer.Option(help="Memory file: loaded if it exists, saved after reading --prompt-file.")
     ] = None,
     keep: Annotated[bool, typer.Option(help="Also save --prompt and the generated text to --memory.")] = False,
-    tokens: Annotated[int, typer.Option(help="Number of tokens to generate; 0 only reads.")] = 200,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to generate; 0 only reads into --memory.")] = 200,
     temperature: Temperature = 0.8,
     top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="Random seed of the sampled tokens.")] = 0,
@@ -51,9 +51,10 @@ def generate(
     Reads --prompt-file, then --prompt, and writes the model's continuation to standard output. With --memory a book is
     read once and kept as a file of a few MiB; later calls continue it or ask about it, as often as you like:
 
-        elastic generate runs/my-model --prompt-file book.txt --memory book.memory.safetensors --tokens 0
+        elastic generate MODEL --prompt-file book.txt --tokens 0 \\
+          --memory book.memory.safetensors
 
-        elastic generate runs/my-model --memory book.memory.safetensors --prompt "In the end"
+        elastic generate MODEL --memory book.memory.safetensors --prompt "The end"
 
     Prompts and answers do not change the memory file without --keep. A text that it already holds is not read again.
     """
@@ -65,8 +66,7 @@ def generate(
         refuse_unused(context, "with --temperature 0", "top_p", "seed")
     if not memory or not memory.exists():
         refuse_unused(context, "without a --memory that exists", "force")
-    # A pipe can be read only once.
-    digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None
+    digest = _digest(prompt_file) if prompt_file and prompt_file.is_file() else None  # a pipe can be read only once
     model, encoder = load(checkpoint, tokenizer, sampling)
     store, cache = (_Store(memory) if memory else None), _cache(model, memory, force)
     if prompt_file:
@@ -81,7 +81,7 @@ def generate(
             if not asked.opened[0]:
                 raise ValueError(f"{memory} ends with a block that was closed: give --prompt to start a new one")
             chosen = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
-            _say(model, asked, encoder, seed, max_new_tokens=tokens, do_sample=temperature > 0, **chosen)
+            _generate(model, asked, encoder, seed, max_new_tokens=tokens, do_sample=temperature > 0, **chosen)
     finally:
         if keep and store:
             store.save(asked)
@@ -100,7 +100,9 @@ def _check_files(prompt_file: Path | None, prompt: str | None, memory: Path | No
     exists = memory is not None and memory.exists()
     if not prompt_file and not prompt and not exists:
         raise ValueError("nothing to continue: give --prompt-file, --prompt, or a --memory that exists")
-    if memory and not prompt_file and not keep and (not exists or (prompt and not tokens)):
+    if not tokens and not (memory and (prompt_file or (prompt and keep))):
+        raise ValueError("--tokens 0 only reads into --memory: give it, and --prompt-file, or --prompt with --keep")
+    if memory and not prompt_file and not keep and not exists:
         raise ValueError(
             f"nothing would be kept in {memory}: give the text to read as --prompt-file, or --keep to save --prompt"
         )
@@ -147,7 +149,7 @@ def _cache(model: Any, memory: Path | None, force: bool) -> "MemoryCache":
 def _read(
     model: Any, cache: "MemoryCache", encoder: "Tokenizer", path: Path, store: "_Store | None", digest: str | None
 ) -> "MemoryCache":
-    """The cache after reading a text, saved to `memory`; or `cache` itself, if it has read that text already."""
+    """The cache after reading a text, saved to `store`; or `cache` itself, if it has read that text already."""
     from elastic_memory.common.progress import Bars
 
     hashed = hashlib.blake2b(digest_size=16)
@@ -192,13 +194,13 @@ def _feed(model: Any, cache: "MemoryCache", pieces: "Iterable[np.ndarray]") -> N
         read(len(held))
 
 
-def _say(model: Any, cache: "MemoryCache", encoder: "Tokenizer", seed: int, **options: Any) -> None:
-    """Generate and print token by token. However it ends, the cache has read all that was printed."""
+def _generate(model: Any, cache: "MemoryCache", encoder: "Tokenizer", seed: int, **options: Any) -> None:
+    """Generate and print token by token. Even if interrupted, the cache has read all that was printed."""
     import torch
     from transformers import TextStreamer
 
-    class Speech(TextStreamer):
-        """Keeps the ids that it prints; it needs no more of a tokenizer than `_Decoder`."""
+    class Printer(TextStreamer):
+        """Prints tokens and keeps their ids; of a tokenizer it needs only what `_Decoder` has."""
 
         def __init__(self) -> None:
             super().__init__(_Decoder(encoder), skip_prompt=True)  # type: ignore[arg-type]
@@ -210,29 +212,29 @@ def _say(model: Any, cache: "MemoryCache", encoder: "Tokenizer", seed: int, **op
             super().put(value)
 
     torch.manual_seed(seed)
-    speech, began = Speech(), time.perf_counter()
-    # The newest token is read again, for its logits; the mask says that it is new to the cache.
+    printer, began = Printer(), time.perf_counter()
+    # `generate` needs the logits of the newest token, so the cache forgets it and reads it again.
     newest = cache.tokens[:, cache.opened[0] - 1 : cache.opened[0]].clone()  # type: ignore[index]
     cache.rollback(1)
     start = cache.clock[0]
     try:
         mask = newest.new_ones(1, cache.columns + 1)
-        rest = {"attention_mask": mask, "past_key_values": cache, "pad_token_id": 0, "streamer": speech}
+        rest = {"attention_mask": mask, "past_key_values": cache, "pad_token_id": 0, "streamer": printer}
         model.generate(newest, **rest, **options)
     except BaseException:
-        speech.end()
+        printer.end()
         raise
     finally:
         taken = time.perf_counter() - began
-        unread = [int(newest), *speech.ids][cache.clock[0] - start :]
+        unread = [int(newest), *printer.ids][cache.clock[0] - start :]
         if unread:
             model(newest.new_tensor([unread]), past_key_values=cache, logits_to_keep=1)
-        count = len(speech.ids)
+        count = len(printer.ids)
         typer.echo(f"{count:,} tokens in {taken:.1f} s, {count / taken:,.0f} tokens/s", err=True)
 
 
 class _Store:
-    """The memory file as this command found it: what another one has saved since is not replaced."""
+    """The memory file, which is saved only if no other command has changed it since it was found."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.found = path, _version(path)
@@ -249,7 +251,7 @@ class _Store:
 
 
 def _version(path: Path) -> tuple[int, ...] | None:
-    """What differs after a file was replaced or written; None if there is no file."""
+    """Inode, time and size, which change when a file is replaced or written; None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:

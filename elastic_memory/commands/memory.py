@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,11 +28,13 @@ memory = typer.Typer(
 
         elastic memory read chapters/*.txt --model runs/my-model --out chapters
 
-        elastic memory join chapters/*.memory.safetensors --out book.memory.safetensors
+        elastic memory join chapters/*.memory.safetensors \\
+          --out book.memory.safetensors
 
         elastic memory show book.memory.safetensors
 
-        elastic generate runs/my-model --memory book.memory.safetensors --prompt "In the end"
+        elastic generate runs/my-model --memory book.memory.safetensors \\
+          --prompt "In the end"
     """),
 )
 
@@ -47,7 +49,8 @@ def read(
 ) -> None:
     """Read texts into memory files, one file per text.
 
-        elastic memory read chapters/*.txt --model runs/my-model --out chapters --processes 2
+        elastic memory read chapters/*.txt --model runs/my-model --out chapters \\
+          --processes 2
 
     Texts with an up-to-date memory file are skipped, so an interrupted command
     can simply be repeated.
@@ -76,7 +79,7 @@ def read(
         )
         try:
             jobs = [pool.submit(_read, *pair, model, tokenizer, threads) for pair in targets.items()]
-            failed = [error for job in as_completed(jobs) if (error := _report(_result, job))]
+            failed = [error for job in as_completed(jobs) if (error := _report(job.result))]
         except KeyboardInterrupt:
             for process in list(pool._processes.values()):
                 process.terminate()
@@ -98,7 +101,8 @@ def join(
 ) -> None:
     """Join memory files, as if their texts had been read in this order.
 
-        elastic memory join one.memory.safetensors two.memory.safetensors --out both.memory.safetensors
+        elastic memory join one.memory.safetensors two.memory.safetensors \\
+          --out both.memory.safetensors
 
     No text is read again, except the last, unfinished block of the last file.
     The joined file lists the names and lengths of its parts.
@@ -230,11 +234,6 @@ def _report(work: Any, *arguments: Any) -> str | None:
     except (ValueError, OSError) as error:
         return one_line(error)
     return None
-
-
-def _result(job: Future) -> str:
-    line: str = job.result()
-    return line
 
 
 def _size(path: Path) -> str:

@@ -10,13 +10,13 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-LARGEST_MEMORY = 100_000  # coefficients or points: what takes minutes and more memory than there is
+LARGEST_MEMORY = 100_000  # coefficients or sample points: more would take minutes, and exceed memory
 
 
 def paragraphs(text: str) -> str:
-    """Help of a command, for terminals of any width: a paragraph in one line, an indented example in bold.
+    """Help of a command, for terminals of 80 columns or more: a paragraph in one line, an indented example in bold.
 
-    The markup keeps the indentation, which typer would remove where all examples come last.
+    Without the markup, typer would remove the indentation of examples at the end.
     """
     parts = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(f"[bold]{part}[/]" if part.startswith(" ") else " ".join(part.split()) for part in parts)
@@ -31,7 +31,8 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:  # noqa: D102
         importlib.import_module("elastic_memory.model")
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ended the start at once
+            # until here Ctrl-C ended the process at once (elastic_command.py)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return super().invoke(ctx)
 
 

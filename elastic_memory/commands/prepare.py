@@ -69,7 +69,7 @@ def prepare(
 
 
 def _run(sources: list[str], out: Path, **options: Any) -> dict[str, Any] | None:
-    """`elastic_memory.data.prepare` with a progress bar; its manifest."""
+    """Call `elastic_memory.data.prepare` with a progress bar; returns its manifest, None for a shard."""
     from elastic_memory.common.progress import Bars
     from elastic_memory.data.prepare import PrepareProgress
     from elastic_memory.data.prepare import prepare as run
@@ -90,7 +90,7 @@ def _run(sources: list[str], out: Path, **options: Any) -> dict[str, Any] | None
 
 
 def _numbers(text: str, count: int, example: str) -> list[int]:
-    if not re.fullmatch(r"\d+(/\d+)" + f"{{{count - 1}}}", text):
+    if not re.fullmatch(rf"\d+(/\d+){{{count - 1}}}", text):
         raise ValueError(f"{text!r}: write it like {example}")
     return [int(number) for number in text.split("/")]
 

@@ -61,11 +61,11 @@ def reproduce(
 
         elastic reproduce main
 
-        elastic reproduce main corruption --tier small --data rows --minutes 25 --parallel 3
+        elastic reproduce main corruption --tier small --data rows --parallel 3
 
-        elastic reproduce injection --tier paper --data rows32k --reference meta-llama/Llama-3.1-8B
+        elastic reproduce injection --tier paper --data rows32k --minutes 25
 
-        elastic reproduce real-model --tier small --data rows16k --minutes 25 --designs "no memory, elastic cells"
+        elastic reproduce real-model --tier small --data rows16k --designs infini
 
     List all tables; show what is done and what is missing, with estimated GPU minutes; check the paper's claims:
 
@@ -166,7 +166,7 @@ def _train(
         return True
     pairs = [pair for one in todo for pair in lab.missing(one.model, wanted(one.model))]
     needed = list(dict.fromkeys(one.model.corpus for one in todo))
-    lab.require(needed, longppl=any(metric == "longppl" for metric, _ in pairs))
+    lab.check_inputs(needed, longppl=any(metric == "longppl" for metric, _ in pairs))
     for corpus in needed:
         lab.folder(corpus)  # prepares the text that comes with the tier: once, not in each process
     lab.check_rows(needed)

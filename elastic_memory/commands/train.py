@@ -58,7 +58,8 @@ def train(
 
         elastic train finetune/full --from smollm2-memory --data data/books
 
-        torchrun --nproc-per-node 8 --no-python elastic train paper/elastic --data data/pg19
+        torchrun --nproc-per-node 8 --no-python \\
+          elastic train paper/elastic --data data/pg19
     """
     from elastic_memory.training.recipe import load_recipe
     from elastic_memory.training.runs import StoppedError
@@ -81,8 +82,8 @@ def train(
     from elastic_memory.training.session import train as run
 
     try:
-        begun = Resume(allowed=resume or requeue, or_start=requeue, weights_only=weights_only, new_machine=new_machine)
-        run(chosen, data, out, begun, starting_model(from_) if from_ else None)
+        how = Resume(allowed=resume or requeue, or_start=requeue, weights_only=weights_only, new_machine=new_machine)
+        run(chosen, data, out, how, starting_model(from_) if from_ else None)
     except StoppedError as error:
         print(f"elastic: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -129,7 +130,7 @@ def _print_plans(recipe: str, overrides: list[str], measured: Path, devices: int
 
 
 def _total(plans: list[Any], key: str) -> str:
-    """The sum of the known values; `+ ?` marks that some are unknown."""
+    """The sum of the known values, followed by `+ ?` if some are unknown."""
     known = [getattr(made, key) for made in plans if getattr(made, key) is not None]
     if not known:
         return "?"

@@ -1,4 +1,4 @@
-"""Where something was measured: date, versions, commit; and which process of several this is."""
+"""Where something was measured: date, versions, commit, hardware; and which of several processes this is."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ import torch
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes."""
+    """Whether this is the main process (rank 0), the only one that writes files and messages."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """What ELASTIC_COMMIT says, for copies without this history; else the commit, marked if files differ from it."""
+    """The git commit, ending in -dirty if files differ from it; ELASTIC_COMMIT overrides it, in copies without .git."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     if given := os.environ.get("ELASTIC_COMMIT"):
         return given
@@ -48,14 +48,14 @@ def hardware() -> str:
 
 
 def free_memory() -> None:
-    """Return what nobody refers to any more, on the accelerator too."""
+    """Collect garbage, and return unused memory of the accelerator to it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def peak_memory() -> int:
-    """Most bytes ever in use: on the accelerator if there is one, else by this process."""
+    """Peak memory of this process in bytes: on the accelerator if it was used, else in RAM."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -22,7 +22,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, before the work whose result it shall hold, a file that could not be written; leaves nothing behind."""
+    """Raise, before hours of work, if `path` could not be written; leaves nothing behind."""
     check_replaceable(path)
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     try:

@@ -1,4 +1,4 @@
-"""Whether a module does more than its `forward` when it is called."""
+"""Hooks, which run besides `forward` when a module is called."""
 
 from torch import nn
 
@@ -6,5 +6,5 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody hooked it."""
+    """Whether the module has forward or backward hooks."""
     return any(getattr(module, name) for name in HOOKS)

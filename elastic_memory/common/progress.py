@@ -24,10 +24,10 @@ console = Console(stderr=True, soft_wrap=True)  # one for all: bars may be opene
 
 
 class Bars(Progress):
-    """One bar per task: what, how far, how fast, and how long still; only in the main process of several.
+    """A bar per task with description, amount, rate and time left; only the main process shows any.
 
-    `add_task(..., unit="tokens")` names what is counted. Numbers stay whole in a narrow terminal. In a log nothing is
-    drawn, but a line is printed per minute.
+    `add_task(..., unit="tokens")` names what is counted. In a narrow terminal numbers are never cut. In a log there are
+    no bars, but one line per minute.
     """
 
     def __init__(self, transient: bool = False) -> None:
@@ -38,9 +38,9 @@ class Bars(Progress):
             _Cell(_description, "left", no_wrap=False), BarColumn(), _Cell(_amount), _Cell(_rate), _Cell(_left),
             console=console, transient=transient, disable=not (is_main() and console.is_terminal),
             speed_estimate_period=PERIOD, get_time=lambda: time.monotonic(),
-            redirect_stdout=sys.stdout.isatty(),  # what is printed meanwhile goes where it was sent
+            redirect_stdout=sys.stdout.isatty(),  # never send piped output to the console, which is standard error
         )  # fmt: skip
-        self.told = self.get_time()
+        self.printed_at = self.get_time()
 
     def stop(self) -> None:
         """As in rich, but without an empty line at the end of a log."""
@@ -49,27 +49,27 @@ class Bars(Progress):
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """As in rich."""
         super().advance(task_id, advance)
-        self._tell_now_and_then(task_id)
+        self._print_if_due(task_id)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         """As in rich."""
         super().update(task_id, **changes)
-        self._tell_now_and_then(task_id)
+        self._print_if_due(task_id)
 
-    def _tell_now_and_then(self, task_id: TaskID) -> None:
-        if self.get_time() - self.told > EVERY:
-            self.tell(task_id)
+    def _print_if_due(self, task_id: TaskID) -> None:
+        if self.get_time() - self.printed_at > EVERY:
+            self.print_line(task_id)
 
-    def tell(self, task_id: TaskID) -> None:
-        """In a log, print a line; on a terminal the bar says it."""
-        self.told, task = self.get_time(), self._tasks[task_id]
+    def print_line(self, task_id: TaskID) -> None:
+        """In a log, print the state of a task; on a terminal its bar shows it."""
+        self.printed_at, task = self.get_time(), self._tasks[task_id]
         if self.logged:
             words = (_description(task), _amount(task), _rate(task), _left(task))
             self.console.print("  ".join(filter(None, words)), highlight=False, markup=False)
 
 
 class _Cell(ProgressColumn):
-    """A word or number in one line; what may not stay whole ends in an ellipsis."""
+    """A column of text in one line; entries that are too long end in an ellipsis."""
 
     def __init__(self, show: Callable[[Task], str], justify: Any = "right", no_wrap: bool = True) -> None:
         super().__init__(Column(no_wrap=no_wrap, justify=justify))
@@ -111,7 +111,7 @@ def _left(task: Task) -> str:
 
 
 def watched_sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hex; of a large file with a bar."""
+    """The SHA-256 of a file's content, in hex; shows a bar for a large file."""
     size = path.stat().st_size
     if size < LARGE:
         return sha256(path)
@@ -122,14 +122,14 @@ def watched_sha256(path: Path) -> str:
 
 @contextmanager
 def transformers_bars() -> Iterator[None]:
-    """Show what transformers counts meanwhile, such as weights that it loads, in our bars instead of its own."""
+    """In this context, show transformers' progress, such as loading weights, in our bars instead of its own."""
     from transformers.utils import logging
 
     with Bars(transient=True) as progress:
 
         def watched(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not args or not logging.is_progress_bar_enabled():
-                return factory(*args, **kwargs | {"disable": True})  # counted by hand, not iterated over: rare
+                return factory(*args, **kwargs | {"disable": True})  # not an iterator but updated by hand: rare
             description = str(kwargs.get("desc") or "working").rstrip(".: ").lower()
             return progress.track(args[0], total=kwargs.get("total"), description=description)
 

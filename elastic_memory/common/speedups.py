@@ -10,7 +10,7 @@ from typing import Any
 def find(name: str) -> Any:
     """The module of `fast/` with this name, or None if the folder was left out.
 
-    A file that compiled graphs go through calls this once, at its top: torch.compile then sees a plain module.
+    Files that torch.compile traces call this at module level, so that the compiler sees a plain module.
     """
     if find_spec("elastic_memory.fast") is None:
         return None

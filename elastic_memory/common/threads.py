@@ -7,7 +7,7 @@ import torch
 
 
 def choose_threads(width: int = 64) -> int:
-    """Set one thread, or all of torch's: whichever is now faster for the products of a model of this width.
+    """Set torch's threads to one or to all, whichever is now faster for matrix products of this width.
 
     On shared cores a tiny model can be six times slower with two threads than with one, because each product waits for
     the slower thread. If OMP_NUM_THREADS is set, it decides. Returns the number of threads.

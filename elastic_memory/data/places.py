@@ -27,7 +27,7 @@ def missing_folder(name: str) -> str | None:
 
 
 def nearest_folder(path: Path) -> tuple[Path, bool]:
-    """The existing folder with the most similar path; and whether all parts of the path were matched."""
+    """The existing folder with the most similar path; and whether it matches the whole path, not only its beginning."""
     here = Path(path.anchor)
     for part in path.relative_to(here).parts:
         if not (here / part).is_dir():

@@ -31,7 +31,7 @@ from elastic_memory.data.tokenizers import load_tokenizer
 
 
 class PrepareProgress(NamedTuple):
-    """How far a call has come; `total_bytes` is 0 if unknown."""
+    """Parts done, of how many; bytes read, of how many (0 if unknown); documents kept."""
 
     part: int
     parts: int
@@ -75,9 +75,9 @@ def prepare(
         # A call that was killed before it could clean up leaves this.
         shutil.rmtree(folder / ".work", ignore_errors=True)
         return manifest
-    with _held(folder, shard), _plain_disk_errors(folder):
-        _begin(folder, plan)
-        _tokenise(folder, parts, range(shard[0], len(parts), shard[1]), maker, watch)
+    with _lock(folder, shard), _explain_full_disk(folder):
+        _write_plan(folder, plan)
+        _tokenize(folder, parts, range(shard[0], len(parts), shard[1]), maker, watch)
         if shard != (0, 1):
             return None
         try:
@@ -110,7 +110,7 @@ def _plan(parts: list[Part], maker: RowMaker) -> Preparation:
     )
 
 
-def _begin(folder: Path, plan: Preparation) -> None:
+def _write_plan(folder: Path, plan: Preparation) -> None:
     """Write the plan, or compare it with the plan of the call that started here."""
     begun = folder / ".work" / "plan.json"
     if begun.exists():
@@ -136,7 +136,7 @@ def _compare_content(folder: Path, recorded: dict[str, str], parts: list[Part]) 
                     raise ValueError(f"{folder} was prepared from another version of {name}: choose another --out")
 
 
-def _tokenise(
+def _tokenize(
     folder: Path, parts: list[Part], indices: range, maker: RowMaker, watch: Callable[[PrepareProgress], None]
 ) -> None:
     """Tokenize the parts that are not done yet."""
@@ -162,7 +162,7 @@ def _tokenise(
 
 
 @contextmanager
-def _held(folder: Path, shard: tuple[int, int]) -> Iterator[None]:
+def _lock(folder: Path, shard: tuple[int, int]) -> Iterator[None]:
     """Lock the folder for one process, or for one process per shard."""
     fresh = not folder.exists()
     work = folder / ".work"
@@ -180,7 +180,7 @@ def _held(folder: Path, shard: tuple[int, int]) -> Iterator[None]:
 
 
 @contextmanager
-def _plain_disk_errors(folder: Path) -> Iterator[None]:
+def _explain_full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -91,13 +91,13 @@ class Samples:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made these rows; ValueError if the folder now holds another one."""
-        beside, made = load_tokenizer(self.folder / "tokenizer"), self.manifest["tokenizer"]["sha256"]
-        if not beside.known_as(made):
+        saved, made = load_tokenizer(self.folder / "tokenizer"), self.manifest["tokenizer"]["sha256"]
+        if not saved.known_as(made):
             raise ValueError(
-                f"{self.folder / 'tokenizer'} is tokenizer {beside.sha256[:12]}, the rows were made with {made[:12]} "
+                f"{self.folder / 'tokenizer'} is tokenizer {saved.sha256[:12]}, the rows were made with {made[:12]} "
                 f"({self.manifest['tokenizer']['name']}): prepare the corpus again"
             )
-        return beside
+        return saved
 
     def verify_rows(self) -> None:
         """Read all rows; ValueError if they have changed."""
@@ -148,7 +148,7 @@ def split_files(folder: Path, split: str) -> tuple[Path, Path]:
 
 
 def check_vocabulary(rows: Samples, model: str, own: Tokenizer | None, size: int) -> None:
-    """Refuse rows of another tokenizer than the model's: by what lies beside it, or at least by its size."""
+    """Raise unless the rows have the model's tokenizer: by hash if the model has one saved, and by vocabulary size."""
     made = rows.manifest["tokenizer"]
     if own is not None and own.sha256 != made["sha256"]:
         raise ValueError(

@@ -41,7 +41,7 @@ class Outcome:
     bytes: int = 0
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """The outcome as JSON types."""
         return {**vars(self), "documents": [vars(document) for document in self.documents]}
 
 
@@ -68,7 +68,7 @@ class RowMaker:
         outcome = Outcome()
         rows = RowWriter(file, self.length)
         with ThreadPoolExecutor(self.workers) as cores:
-            for batch in _in_order(cores, self._tokenise, _batches(self._read(part, outcome)), 4 * self.workers):
+            for batch in _in_order(cores, self._tokenize, _batches(self._read(part, outcome)), 4 * self.workers):
                 for item, ids in batch:
                     if ids is not None:
                         rows.add(ids)
@@ -125,7 +125,7 @@ class RowMaker:
                 return split
         return SPLITS[0]
 
-    def _tokenise(self, batch: list[WorkItem]) -> list[tuple[WorkItem, np.ndarray | None]]:
+    def _tokenize(self, batch: list[WorkItem]) -> list[tuple[WorkItem, np.ndarray | None]]:
         return [(item, encode(item.piece, self.tokenizer).astype(self.dtype) if item.piece else None) for item in batch]
 
 

@@ -35,7 +35,7 @@ def compile_ahead(configs: Sequence[MemoryLlamaConfig], rows: int, length: int, 
 
 
 def _failure(config: MemoryLlamaConfig, rows: int, length: int) -> str | None:
-    """Compile in a separate process; returns why that failed, or None."""
+    """Compile in a separate process, and return the reason if it failed, else None."""
     task = json.dumps([config.to_dict(), rows, length])
     done = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
     return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1] if done.returncode else None
@@ -45,8 +45,8 @@ def _compile(values: dict, rows: int, length: int) -> None:
     # `memory_layers=None` lets the memory choose its layers: some with memory and, if possible, some without.
     count, tokens = values["num_hidden_layers"], rows * values["block_size"]
     parallel = issubclass(MEMORIES[values["memory"]], ParallelMemory)
-    together = 1 if parallel else find("wavefront").group_size(count, tokens)
-    layers = min(count, max(2, together))
+    group = 1 if parallel else find("wavefront").group_size(count, tokens)
+    layers = min(count, max(2, group))
     config = MemoryLlamaConfig.from_dict(values | {"num_hidden_layers": layers, "memory_layers": None})
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = MemoryLlamaForCausalLM(config)

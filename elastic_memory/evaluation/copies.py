@@ -13,14 +13,17 @@ import torch
 from elastic_memory.evaluation.inputs import document_of, token_ids
 from elastic_memory.shapes import Int, Tensor
 
-PERIOD = 12  # spans
+PERIOD = 12  # length of a period, in spans
 
 
 def with_copies(row: Int[Tensor, " token"], distance: int, span: int) -> tuple[Tensor, list[int]]:
     """A text of the same length with copies of `span` tokens, and where each copy begins."""
     period = PERIOD * span
     if not span <= distance % period <= period - span:
-        raise ValueError(f"distance {distance}: a copy of {span} tokens would be one of another copy, choose another")
+        raise ValueError(
+            f"distance {distance}: spans of {span} tokens every {period} would copy a copy; choose a distance whose "
+            f"remainder modulo {period} is {span} to {period - span}"
+        )
     text, starts, used = row[:0], [], 0
     while len(text) + period <= len(row):
         fresh = row[used : used + period - span]
@@ -38,7 +41,10 @@ def with_copies(row: Int[Tensor, " token"], distance: int, span: int) -> tuple[T
 def copy_losses(
     read: Callable[[Tensor], Tensor], rows: Sequence[Any], distance: int, span: int
 ) -> dict[str, list[float]]:
-    """By document: loss in another text, loss in the copy, number of tokens; `read` gives losses of rows."""
+    """By document: summed losses of spans in another text and of their copies, and how many tokens are scored.
+
+    `read` returns the losses of rows of tokens.
+    """
     if len(rows) < 2:
         raise ValueError(f"{len(rows)} rows: spans are also pasted into another row, give at least two")
     found: dict[str, list[float]] = {}

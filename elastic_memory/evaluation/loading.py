@@ -61,7 +61,7 @@ def _load(path: str) -> Any:
         check_tensors(Path(where), quantized=hasattr(config, "quantization_config"))
     # Weights as numbers: packed ones could be neither trained nor saved.
     unpacked = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {}
-    with _missing(path), _quiet(bool(getattr(config, SAVED, None))), transformers_bars():
+    with _explained(path), _quiet(bool(getattr(config, SAVED, None))), transformers_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where, config=config, output_loading_info=True, trust_remote_code=False, **gguf, **unpacked
         )
@@ -73,9 +73,9 @@ def _load(path: str) -> Any:
 
 
 def load_config(path: str) -> Any:
-    """The configuration of such a model; loads fast, and fails if there is no model."""
+    """The configuration of a model, without its weights; refuses attention code from elsewhere."""
     folder, gguf = split_gguf(path)
-    with _missing(path):
+    with _explained(path):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **gguf)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         for kind in ("_attn_implementation", "_experts_implementation"):
@@ -96,7 +96,7 @@ def split_gguf(path: str) -> tuple[str, dict[str, str]]:
 
 @contextmanager
 def _quiet(attached: bool) -> Iterator[None]:
-    """No report that the memory of an attached model is unknown to its class: it follows."""
+    """Silence the report of unexpected tensors for a model with an attached memory: `attach_memory` loads them."""
     before = logging.get_verbosity()
     if attached:
         logging.set_verbosity_error()
@@ -107,7 +107,8 @@ def _quiet(attached: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _missing(path: str) -> Iterator[None]:
+def _explained(path: str) -> Iterator[None]:
+    """Turn transformers' errors into one line that begins with the path."""
     try:
         yield
     except OSError as error:

@@ -44,7 +44,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.trunc_len < 1 or self.sliding_window < 1:
             raise ValueError(
-                f"trunc_len {self.trunc_len}, sliding_window {self.sliding_window}: both count tokens, at least 1"
+                f"trunc_len={self.trunc_len}, sliding_window={self.sliding_window}: give 1 token or more for both"
             )
 
     @classmethod
@@ -106,8 +106,8 @@ def longppl(
     `texts` are strings, or rows of token ids, which are never tokenized again. With a `reference_tokenizer` the
     reference reads the text, and key tokens are matched by characters. Without one it reads the same tokens as the
     model, and `tokenizer` is needed only for strings. Tokenizers are those of transformers or of `elastic_memory.data`.
-    The folder `cache` keeps key tokens for later calls with the same reference and settings, and those in `known` are
-    not searched again; `streamed` has the losses of rows that another metric has already read.
+    The folder `cache` keeps key tokens for later calls with the same reference and settings. Key tokens in `known` are
+    not searched again. `streamed` keeps the losses of rows that another metric has already read.
     """
     settings = Settings(trunc_len=trunc_len, sliding_window=sliding_window, alpha=alpha, beta=beta)
     if isinstance(texts, str):
@@ -141,38 +141,38 @@ def load_reference(path: str) -> tuple[Model, Tokenizer | None]:
 
 @dataclass(frozen=True)
 class FoundKeys:
-    """The key tokens of some texts, found before; `texts` by the hash of each, `reference` as in `Reference.known`."""
+    """Key tokens that were found earlier: by whom (`Reference.facts`), and in which texts (by hash of the text)."""
 
     reference: dict[str, Any]
     texts: dict[str, dict[str, Any]]
 
 
 class Reference:
-    """A model that finds key tokens and its tokenizer, if it has one of its own; loaded only to find new ones.
+    """The model that finds key tokens, and its tokenizer unless it shares the evaluated model's; loaded when needed.
 
-    `note`: a file that keeps what identifies the model.
+    `identity_file` caches `facts`, so that a model whose key tokens are all cached is not loaded at all.
     """
 
-    def __init__(self, load: Callable[[], tuple[Model, Any]], note: Path | None = None):
-        self.load, self.note = load, note
+    def __init__(self, load: Callable[[], tuple[Model, Any]], identity_file: Path | None = None):
+        self.load, self.identity_file = load, identity_file
 
     @classmethod
-    def of(cls, found: FoundKeys, path: str, tokenizer: Tokenizer | None) -> "Reference":
-        """The reference that found these key tokens; the model at the path is loaded only if others are asked for."""
+    def from_keys(cls, found: FoundKeys, path: str, tokenizer: Tokenizer | None) -> "Reference":
+        """The reference that found these key tokens; the model at `path` is loaded only for texts without any."""
         reference = cls(partial(reference_for, path, tokenizer))
-        reference.known = found.reference
+        reference.facts = found.reference
         return reference
 
     @classmethod
-    def at(cls, path: str, tokenizer: Tokenizer | None, folder: Path | None) -> "Reference":
-        """The reference at a path; what identifies a GGUF file, slow to load, is kept in the folder of key tokens."""
-        note = None
+    def from_path(cls, path: str, tokenizer: Tokenizer | None, folder: Path | None) -> "Reference":
+        """The reference at a path; for a GGUF file, which is slow to load, `facts` are cached in the folder of keys."""
+        identity_file = None
         if folder and Path(path).is_file():
             kind = "cuda" if torch.cuda.is_available() else "cpu"
             precision = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
             what = [sha256(Path(path)), Path(path).name, tokenizer and tokenizer.sha256, kind, precision]
-            note = folder / f"reference-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.json"
-        return cls(partial(reference_for, path, tokenizer), note)
+            identity_file = folder / f"reference-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.json"
+        return cls(partial(reference_for, path, tokenizer), identity_file)
 
     @cached_property
     def loaded(self) -> tuple[Model, Any]:
@@ -180,31 +180,31 @@ class Reference:
         return self.load()
 
     @cached_property
-    def known(self) -> dict[str, Any]:
-        """What identifies it, and whether it has the tokenizer of the evaluated model."""
-        if self.note and self.note.exists():
-            return read_json(self.note)
+    def facts(self) -> dict[str, Any]:
+        """Its name, a hash of its weights, its precision, and whether it reads the evaluated model's tokens."""
+        if self.identity_file and self.identity_file.exists():
+            return read_json(self.identity_file)
         model, tokenizer = self.loaded
         name = _name(getattr(model, "name_or_path", "") or type(model).__name__)
-        known: dict[str, Any] = {"reference": name, "weights": weights_hash(model), "precision": _precision(model)}
-        known["shared_tokens"] = tokenizer is None
-        if self.note:
-            _keep(self.note, known)
-        return known
+        facts: dict[str, Any] = {"reference": name, "weights": weights_hash(model), "precision": _precision(model)}
+        facts["shared_tokens"] = tokenizer is None
+        if self.identity_file:
+            _write_shared(self.identity_file, facts)
+        return facts
 
     @property
     def identity(self) -> dict[str, str]:
         """Its name, a hash of its weights, and its precision."""
-        return {name: value for name, value in self.known.items() if name != "shared_tokens"}
+        return {name: value for name, value in self.facts.items() if name != "shared_tokens"}
 
     @property
     def reads_same_tokens(self) -> bool:
         """Whether it has the tokenizer of the evaluated model."""
-        return self.known["shared_tokens"]
+        return self.facts["shared_tokens"]
 
 
 class KeyTokens:
-    """Finds the key tokens of texts with a reference model, and keeps their positions on disk."""
+    """Finds the key tokens of texts with a reference model, and caches their positions in `folder`."""
 
     def __init__(self, reference: Reference, settings: Settings, folder: Path | None, known: FoundKeys | None = None):
         self.reference, self.settings, self.folder = reference, settings, folder
@@ -215,36 +215,37 @@ class KeyTokens:
     def find(self, tokenizer: Any, text: Any) -> tuple[Int[Tensor, " token"], list[int]]:
         """Tokens of the evaluated model, and positions of the key tokens; the first token has no prediction."""
         if isinstance(text, str):
-            _need(tokenizer, "texts given as strings")
+            _check_given(tokenizer, "a text given as a string")
             listed, spans = encode(tokenizer, text, special=False)
             ids = torch.tensor(listed)
         else:
             ids, spans, text = token_ids(text), [], None
         shared = self.reference.reads_same_tokens
         if not shared and text is None:
-            _need(tokenizer, "a reference with a tokenizer of its own")
-        written = hashlib.sha256(ids.numpy().tobytes() + (text or "").encode()).hexdigest()
-        found = self.known.get(written) or self._kept(written, lambda: self._computed(tokenizer, ids, text, spans))
-        self.found[written] = found
+            _check_given(tokenizer, "a reference with a tokenizer of its own")
+        digest = hashlib.sha256(ids.numpy().tobytes() + (text or "").encode()).hexdigest()
+        found = self.known.get(digest) or self._cached(digest, lambda: self._search(tokenizer, ids, text, spans))
+        self.found[digest] = found
         self.length = found["reference_tokens"]
         return ids, found["keys"]
 
-    def _kept(self, written: str, compute: Callable[[], list[int]]) -> dict[str, Any]:
-        """From the folder, or computed and kept there."""
+    def _cached(self, digest: str, search: Callable[[], list[int]]) -> dict[str, Any]:
+        """The key tokens of the text with this hash: read from the folder, or searched and written there."""
         shared = self.reference.reads_same_tokens
-        identity = {"text": written, "shared_tokens": shared, **self.reference.identity, **asdict(self.settings)}
+        identity = {"text": digest, "shared_tokens": shared, **self.reference.identity, **asdict(self.settings)}
         name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
         path = self.folder / f"{name}.json" if self.folder else None
         if path and path.exists():
             stored = json.loads(path.read_text())
             return {name: stored[name] for name in ("reference_tokens", "keys")}
-        keys = [i for i in compute() if i > 0]  # the first token has no prediction
+        keys = [i for i in search() if i > 0]  # the first token has no prediction
         found = {"reference_tokens": self.length, "keys": keys}
         if path:
-            _keep(path, {**identity, **found})
+            _write_shared(path, {**identity, **found})
         return found
 
-    def _computed(self, tokenizer: Any, ids: Tensor, text: str | None, spans: list[Span]) -> list[int]:
+    def _search(self, tokenizer: Any, ids: Tensor, text: str | None, spans: list[Span]) -> list[int]:
+        """Positions of key tokens among the evaluated model's; a reference with its own tokenizer reads the text."""
         own = self.reference.loaded[1]
         if own is None:
             return self._positions(ids)
@@ -255,7 +256,7 @@ class KeyTokens:
         return inside(spans, marked)
 
     def _positions(self, ids: Int[Tensor, " token"]) -> list[int]:
-        """Key tokens among the reference's tokens, up to the last position that it was trained for."""
+        """Positions of key tokens among the reference's tokens, which it reads up to its maximum position."""
         self.length, model = len(ids), self.reference.loaded[0]
         if self.length and int(ids.max()) >= model.config.vocab_size:
             raise ValueError(
@@ -268,7 +269,7 @@ class KeyTokens:
 
 
 def reference_for(path: str, tokenizer: Tokenizer | None) -> tuple[Model, Any]:
-    """A reference, and its tokenizer; None if that equals `tokenizer`: it then reads the same tokens."""
+    """A reference model and its tokenizer; None for a tokenizer equal to `tokenizer`: it then reads the same tokens."""
     model, own = load_reference(path)
     return model, None if own is None or (tokenizer and own.sha256 == tokenizer.sha256) else transformers_tokenizer(own)
 
@@ -276,13 +277,13 @@ def reference_for(path: str, tokenizer: Tokenizer | None) -> tuple[Model, Any]:
 def key_tokens(
     reference: str, tokenizer: Tokenizer, texts: Sequence[Any], settings: Settings, cache: Path
 ) -> FoundKeys:
-    """The key tokens of rows, for `longppl`; `cache` keeps those of each row as soon as they are found."""
+    """The key tokens of rows, to pass to `longppl` as `known`; those of each row are saved in `cache` at once."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):  # as where models are measured
-        finder = KeyTokens(Reference.at(reference, tokenizer, cache), settings, cache)
+        finder = KeyTokens(Reference.from_path(reference, tokenizer, cache), settings, cache)
         for index in range(len(texts)):
             finder.find(transformers_tokenizer(tokenizer), texts[index])
-        return FoundKeys(finder.reference.known, finder.found)
+        return FoundKeys(finder.reference.facts, finder.found)
 
 
 def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settings) -> list[int]:
@@ -298,7 +299,7 @@ def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settin
     full = streamed_losses(reference, ids[None], block_size_of(reference))[0]
     found: list[bool] = []
     whole = (len(ids) - keep) // step
-    stacked = ids.unfold(0, keep + step, step).split(_together(reference, step)) if whole else ()
+    stacked = ids.unfold(0, keep + step, step).split(_windows_per_call(reference, step)) if whole else ()
     for windows in (*stacked, ids[None, whole * step :]):
         scored = windows.shape[1] - keep
         if scored == 0:
@@ -310,13 +311,13 @@ def key_positions(reference: Model, ids: Int[Tensor, " token"], settings: Settin
     return [keep + i for i, key in enumerate(found) if key]
 
 
-def _together(reference: Model, scored: int) -> int:
+def _windows_per_call(reference: Model, scored: int) -> int:
     """Windows per call, so that their float32 logits stay below 2 GiB."""
     return max(1, 2**29 // (scored * reference.config.vocab_size))
 
 
-def _keep(path: Path, found: dict[str, Any]) -> None:
-    """Write a file that several processes may write at once, all of them the same."""
+def _write_shared(path: Path, found: dict[str, Any]) -> None:
+    """Write a JSON file that several processes may write at once, all with the same content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, shared=True) as file:
         file.write(json.dumps(found).encode())
@@ -383,6 +384,6 @@ def _check_length(longest: int, settings: Settings) -> None:
         )
 
 
-def _need(tokenizer: Any, what: str) -> None:
+def _check_given(tokenizer: Any, what: str) -> None:
     if tokenizer is None:
-        raise ValueError(f"{what}: the evaluated model's tokenizer is needed")
+        raise ValueError(f"{what} needs the evaluated model's tokenizer: pass it as tokenizer")

@@ -52,24 +52,24 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Everything the metrics of one evaluation need."""
+    """A model, rows, conditions, and the options of all metrics."""
 
     model: Model
     rows: Sequence[Any]
     tokenizer: Tokenizer | None = None
     conditions: Conditions = field(default_factory=Conditions)
     protocols: Sequence[str] = ("P0",)
-    stride: int | None = None
+    stride: int | None = None  # of protocol P1
     batch_size: int = 1
     reference: str = LONGPPL_REFERENCE
     settings: Settings = field(default_factory=Settings)
-    keys: Path | None = None
+    keys: Path | None = None  # folder that caches LongPPL's key tokens
     known_keys: FoundKeys | None = None
-    orders: Sequence[int] = ()
-    recall_steps: int = 0
-    ruler_lengths: Sequence[int] | None = None  # RULER's own, unless given
-    partial: Path | None = None
-    identity: dict[str, Any] = field(default_factory=dict)
+    orders: Sequence[int] = ()  # of reconstruction; empty: the memory's own
+    recall_steps: int = 0  # of training before recall and MQAR
+    ruler_lengths: Sequence[int] | None = None  # None: RULER_LENGTHS
+    partial: Path | None = None  # folder of journals, which make the evaluation resumable
+    identity: dict[str, Any] = field(default_factory=dict)  # what a journal must agree with, besides model and rows
 
     @cached_property
     def streamed(self) -> Streamed:
@@ -106,9 +106,9 @@ def _ppl(evaluation: Evaluation, advance: Advance) -> dict[str, Any]:
 def _longppl(evaluation: Evaluation, advance: Advance) -> Any:
     known = evaluation.known_keys
     if known:
-        reference = Reference.of(known, evaluation.reference, evaluation.tokenizer)
+        reference = Reference.from_keys(known, evaluation.reference, evaluation.tokenizer)
     else:
-        reference = Reference.at(evaluation.reference, evaluation.tokenizer, evaluation.keys)
+        reference = Reference.from_path(evaluation.reference, evaluation.tokenizer, evaluation.keys)
     settings = asdict(evaluation.settings)
     result = longppl(
         evaluation.model,
@@ -142,8 +142,8 @@ def _counted(rows: Sequence[Any], advance: Advance) -> Any:
 
 
 @contextmanager
-def _lent(model: Model) -> Iterator[Callable[[], None]]:
-    """Restore the model after this context, in which it may be trained; yields a function that resets its weights."""
+def _restored(model: Model) -> Iterator[Callable[[], None]]:
+    """Restore the model's weights after this context, which may train it; yields a function that resets them sooner."""
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     training = model.training
     try:
@@ -156,7 +156,7 @@ def _lent(model: Model) -> Iterator[Callable[[], None]]:
 
 def _recall(evaluation: Evaluation, advance: Advance) -> Any:
     found = []
-    with _lent(evaluation.model) as reset:
+    with _restored(evaluation.model) as reset:
         for name in TASKS:
             if evaluation.recall_steps:
                 reset()
@@ -169,7 +169,7 @@ def _recall(evaluation: Evaluation, advance: Advance) -> Any:
 
 def _mqar(evaluation: Evaluation, advance: Advance) -> Any:
     found = []
-    with _lent(evaluation.model):
+    with _restored(evaluation.model):
         fit(
             evaluation.model,
             mqar.batches(evaluation.model, evaluation.recall_steps),
@@ -190,8 +190,8 @@ def _ruler(task: str, evaluation: Evaluation, advance: Advance) -> Any:
     ]
 
 
-def work(evaluation: Evaluation, metric: str) -> int:
-    """The sum of what a metric tells `advance`."""
+def progress_total(evaluation: Evaluation, metric: str) -> int:
+    """The total that a metric's progress bar counts to: the sum of all its calls of `advance`."""
     if metric == "recall":
         return len(TASKS) * (evaluation.recall_steps + len(DISTANCES))
     if metric == "mqar":
@@ -232,5 +232,5 @@ def evaluate(
 def _orders(model: Model) -> Sequence[int]:
     own = getattr(model.config, "memory_order", None)
     if own is None:
-        raise ValueError(f"{type(model).__name__} has no memory order: say which orders to reconstruct from")
+        raise ValueError(f"{type(model).__name__} has no memory order: give the orders to reconstruct (--reconstruct)")
     return [own]

@@ -22,7 +22,7 @@ def check_files(folder: Path) -> None:
         listed = verify(folder)["files"]
     except (DamagedError, IncompleteError) as error:
         raise ValueError(f"{folder.parent / str(error)}: train it again, or copy it again") from None
-    added = [path.name for path in sorted(folder.iterdir()) if _loaded(path.name) and path.name not in listed]
+    added = [path.name for path in sorted(folder.iterdir()) if _may_load(path.name) and path.name not in listed]
     if added:
         raise ValueError(f"{folder}: {', '.join(added)} was added to a finished model: move it away")
 
@@ -52,7 +52,7 @@ def check_loaded(where: str, info: dict[str, Any], foreign: bool) -> None:
             raise ValueError(f"{where} does not match its model: {what}: {first}")
 
 
-def _loaded(name: str) -> bool:
+def _may_load(name: str) -> bool:
     return name.endswith(LOADED) or name.startswith(("adapter_", *WEIGHTS))
 
 

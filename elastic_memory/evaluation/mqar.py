@@ -35,8 +35,8 @@ def examples(
     """Rows and their labels: at the second place of a key its value, elsewhere -100."""
     if length % 2 or 4 * pairs > length or vocabulary <= length:
         raise ValueError(
-            f"{pairs} pairs in rows of {length} tokens out of {vocabulary}: give an even length from {4 * pairs} on, "
-            "below the vocabulary"
+            f"{pairs} pairs in rows of {length} tokens, vocabulary {vocabulary}: give an even length of {4 * pairs} or "
+            "more, below the vocabulary"
         )
     half, places = vocabulary // 2, (length - 2 * pairs) // 2
     weights = np.arange(1, places + 1) ** (power - 1.0)
@@ -53,12 +53,14 @@ def examples(
 
 
 def sizes(model: Model) -> tuple[int, int, list[int]]:
-    """Length of a row, vocabulary, and numbers of pairs that fit a model: rows of four blocks."""
+    """Row length (four blocks), vocabulary size, and the numbers of pairs that fit such rows."""
     length = BLOCKS * block_size_of(model) // 2 * 2
     vocabulary = min(model.config.vocab_size, max(VOCABULARY, 2 * length))
     pairs = [number for number in PAIRS if 4 * number <= length and 4 * number <= vocabulary]
     if vocabulary <= length or not pairs:
-        raise ValueError(f"a vocabulary of {vocabulary} for rows of {length} tokens: MQAR needs more tokens than that")
+        raise ValueError(
+            f"a vocabulary of {vocabulary} for rows of {length} tokens: MQAR needs more tokens than a row has"
+        )
     return length, vocabulary, pairs
 
 

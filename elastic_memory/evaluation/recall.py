@@ -96,7 +96,9 @@ def sample(fact: Fact, distance: int, blocks: int, block_size: int, random: Rand
     asked = [token for question in fact.questions for part in question for token in part]
     room = block_size - len(fact.said) - (len(asked) if distance == 0 else 0)
     if room < 0 or len(asked) >= block_size:
-        raise ValueError(f"blocks of {block_size} tokens are too short for a task of {len(fact.said) + len(asked)}")
+        raise ValueError(
+            f"blocks of {block_size} tokens: the task needs {len(fact.said) + len(asked)}, choose larger ones"
+        )
     phase, end = random.randrange(len(FILLER)), blocks * block_size
     row = [FILLER[(i + phase) % len(FILLER)] for i in range(end)]
     place = (blocks - 1 - distance) * block_size + random.randint(0, room)

@@ -12,13 +12,13 @@ from elastic_memory.common.environment import environment
 from elastic_memory.common.files import write_json
 from elastic_memory.common.progress import Bars
 from elastic_memory.data import Samples
-from elastic_memory.evaluation.metrics import METRICS, Evaluation, evaluate, work
+from elastic_memory.evaluation.metrics import METRICS, Evaluation, evaluate, progress_total
 from elastic_memory.model.parameters import parameters_of
 
 
 def with_progress(evaluation: Evaluation, metrics: Sequence[str]) -> dict[str, Any]:
     """Each metric's result by name; shows a bar per metric."""
-    totals = {name: work(evaluation, name) for name in metrics if name in METRICS}
+    totals = {name: progress_total(evaluation, name) for name in metrics if name in METRICS}
     with Bars() as progress:
         bars = {name: progress.add_task(name, total=total) for name, total in totals.items()}
         return evaluate(evaluation, metrics, lambda name, count: progress.advance(bars[name], count))

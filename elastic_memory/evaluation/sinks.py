@@ -34,7 +34,7 @@ def sink_losses(model: Model, ids: Int[Tensor, "row token"], window: int) -> Flo
 
 
 def _losses(model: Model, row: Int[Tensor, " token"]) -> Float[Tensor, " prediction"]:
-    """Of one row. All tokens are at position 0: attention gets raw queries and keys, and rotates them itself."""
+    """Losses of one row. All position ids are 0, so attention gets unrotated queries and keys, and rotates them."""
     positions = torch.zeros_like(row[None, :-1])
     logits = model(row[None, :-1], position_ids=positions, use_cache=False).logits
     return token_losses(logits, row[None, 1:])[0]

@@ -102,7 +102,7 @@ def throughput(
     crowded = sum(peak or 0 for peak in peaks.values()) > _room(models)
     kinds: dict[str, dict[str, Callable[[], float]]] = {
         name: {
-            "training": partial(_train_turn, model, steps[name], ids[name], optimizers[name], work.steps, crowded),
+            "training": partial(_timed_training, model, steps[name], ids[name], optimizers[name], work.steps, crowded),
             "inference": partial(_timed, model, partial(evaluate_once, model, ids[name])),
             "decoding": partial(_decode, model, work),
         }
@@ -179,7 +179,7 @@ def _train(
         optimizer.zero_grad()
 
 
-def _train_turn(
+def _timed_training(
     model: Model,
     step: Callable[..., Tensor],
     ids: Int[Tensor, "row token"],
@@ -187,10 +187,10 @@ def _train_turn(
     steps: int,
     crowded: bool,
 ) -> float:
-    """Seconds of some steps.
+    """Seconds of `steps` training steps.
 
-    A CUDA graph keeps its memory. If other models need that (`crowded`), it is captured again for each round, and the
-    GPU warms up again.
+    A CUDA graph keeps its memory. If other models need that memory (`crowded`), the graph is captured again in each
+    round, and the GPU warms up again.
     """
     run = partial(_train, model, step, ids, optimizer)
     if capture is None or not isinstance(step, capture.Captured):
@@ -216,7 +216,7 @@ def evaluate_once(model: Model, ids: Int[Tensor, "row token"]) -> None:
 
 
 def decoding_speed(model: Model, history: int, tokens: int) -> float:
-    """Tokens per second of one row after `history` tokens: the second time of two, as the first compiles."""
+    """Tokens per second when decoding one row after `history` tokens; the first of two runs compiles."""
     work = Workload(length=history, history=history, decoded=tokens)
     _decode(model, work)
     return tokens / _decode(model, work)
@@ -271,7 +271,9 @@ def _check_room(peak: int, room: float) -> None:
     """Refuse a capture that would run out of memory, which would break the device."""
     needed = torch.cuda.memory_allocated() + peak
     if needed > room:
-        raise torch.OutOfMemoryError(f"{needed / 2**30:.0f} GiB for a captured step, {room / 2**30:.0f} fit")
+        raise torch.OutOfMemoryError(
+            f"a captured step needs {needed / 2**30:.0f} GiB, {room / 2**30:.0f} fit: time fewer models or shorter rows"
+        )
 
 
 def _autocast(model: Model) -> torch.autocast:

@@ -43,5 +43,5 @@ def words(count: int, random: Random) -> list[str]:
     """Different words: single ones, or pairs where there are too few of those."""
     known = SINGLE if count <= len(SINGLE) else PAIRS
     if count > len(known):
-        raise ValueError(f"{count:,} different words: there are {len(known):,}")
+        raise ValueError(f"{count:,} different words: there are only {len(known):,}, give shorter prompts")
     return random.sample(known, count)

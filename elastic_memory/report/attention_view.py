@@ -20,7 +20,7 @@ RowHeads = Float[Tensor, "head token dim"]
 
 @dataclass(frozen=True)
 class BlockView:
-    """One block: where its memory tokens stand, the mean attention each head gives them, the tokens nearest to each."""
+    """The memory tokens of one block: their places, each head's mean attention on them, and their nearest tokens."""
 
     seen: int
     places: list[float] | list[list[float]]
@@ -41,7 +41,7 @@ class BlockView:
 
 @dataclass
 class LayerView:
-    """One layer: its blocks from the first that has memory tokens on, and each token's attention on all of them."""
+    """The blocks of one layer that have memory tokens, and the share of attention that each token gives to memory."""
 
     layer: int
     blocks: list[BlockView] = field(default_factory=list)
@@ -55,7 +55,7 @@ class LayerView:
 
 @torch.no_grad()
 def views(model: Any, ids: Int[Tensor, " token"], block: int) -> list[LayerView]:
-    """Read `ids` block by block and look at every layer whose memory stands as tokens in front of the block."""
+    """Read `ids` block by block; one view for each layer whose memory tokens share the softmax with the block."""
     layers = {i: model.base_model.layers[i] for i, memory in model.memories.items() if memory.shares_softmax}
     found = {index: LayerView(index) for index in layers}
     history: dict[int, list[RowHeads]] = {index: [] for index in layers}
@@ -82,7 +82,7 @@ def views(model: Any, ids: Int[Tensor, " token"], block: int) -> list[LayerView]
 
 @contextmanager
 def _entering(layers: dict[int, Any]) -> Iterator[dict[int, Float[Tensor, "1 token width"]]]:
-    """What the newest call gave to each layer."""
+    """The hidden states that entered each layer in the latest call."""
     found: dict[int, Tensor] = {}
     handles = [
         layer.register_forward_pre_hook(lambda _, inputs, index=index: found.update({index: inputs[0]}))
@@ -104,21 +104,21 @@ def attention(
     columns: Float[Tensor, "kv_head column dim"],
     added: Float[Tensor, "1 column"] | float = 0.0,
 ) -> Float[Tensor, "head token all"]:
-    """Softmax weights of a block's tokens on the memory tokens, then on the block (a sliding window: and before it).
+    """Softmax weights of a block's tokens on the memory tokens, then on the block; with a window, also on `before`.
 
-    `added`: by the memory to the scores of its tokens.
+    `columns` are the keys of the memory tokens; `added` is what the memory adds to their scores.
     """
     tokens = query.shape[1]
     positions = torch.arange(tokens, device=query.device)
-    local = [rope(key[None], positions)[0]]
+    rotated_keys = [rope(key[None], positions)[0]]
     if layer.window is not None and before:
         earlier = torch.cat(before, dim=1)[:, -layer.window :]
-        local.insert(0, rope(earlier[None], torch.arange(-earlier.shape[1], 0, device=query.device))[0])
-    known = torch.cat(local, dim=1)
+        rotated_keys.insert(0, rope(earlier[None], torch.arange(-earlier.shape[1], 0, device=query.device))[0])
+    known = torch.cat(rotated_keys, dim=1)
     rotated, groups = rope(query[None], positions)[0], len(query) // len(known)
-    asking = query if layer.memory.raw_queries else rotated
+    memory_query = query if layer.memory.raw_queries else rotated
     of_memory, of_block = (x.repeat_interleave(groups, dim=0).mT * layer.self_attn.scaling for x in (columns, known))
-    scores = torch.cat((asking @ of_memory + added, rotated @ of_block), dim=2)
+    scores = torch.cat((memory_query @ of_memory + added, rotated @ of_block), dim=2)
     visible = window_mask(tokens, known.shape[1] - tokens, layer.window or tokens, query.device, columns.shape[1])
     scores = scores.masked_fill(~visible, -torch.inf)
     weights = scores.softmax(-1)
@@ -131,7 +131,7 @@ def attention(
 def _look(
     memory: Any, seen: int, columns: Float[Tensor, "kv_head column dim"], past: RowHeads, attention: Tensor
 ) -> BlockView:
-    """A block's memory tokens; one without a place of its own stands where the token nearest to it stands."""
+    """The view of one block; a memory token without a sample point is placed at its nearest token."""
     mean = past.mean(1, keepdim=True)
     remembered, read = ((x - mean).transpose(0, 1).flatten(1) for x in (columns, past))
     alike = torch.nn.functional.normalize(remembered, dim=1) @ torch.nn.functional.normalize(read, dim=1).T

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-POINTS = 400  # of a loss curve: more would not be seen
+POINTS = 400  # of a loss curve: a screen shows no more
 BLOCK_0 = {"from": -0.5, "to": 0.5, "label": "block 0"}
 CONTROL = "In block 0 there is nothing to remember yet: differences there are not memory's."
 
 
 class Series(NamedTuple):
-    """One line, or with `dots` single points; colours go by place unless `color` names one."""
+    """A line, or single points if `dots`; its colour follows from its place in the chart unless `color` is given."""
 
     name: str
     x: Sequence[float]
@@ -27,8 +27,8 @@ class Chart:
     """A chart; `log_x` and `log_y` are the bases of logarithmic axes."""
 
     title: str
-    across: str
-    up: str
+    x_label: str
+    y_label: str
     series: Sequence[Series]
     note: str = ""
     log_x: int | None = None
@@ -39,16 +39,16 @@ class Chart:
     wide: bool = False
 
     def data(self) -> dict[str, Any]:
-        """What `charts.js` draws; numbers that are none become gaps."""
-        across = {"label": self.across, "log": self.log_x, "categories": self.categories}
+        """What `charts.js` draws; values that are missing or not finite become gaps."""
+        x = {"label": self.x_label, "log": self.log_x, "categories": self.categories}
         series = [{**one._asdict(), "x": [*one.x], "y": [*map(_finite, one.y)]} for one in self.series]
-        up = {"label": self.up, "log": self.log_y, "percent": self.percent}
+        y = {"label": self.y_label, "log": self.log_y, "percent": self.percent}
         parts = {"title": self.title, "note": self.note, "marks": [*self.marks], "wide": self.wide}
-        return {**parts, "x": across, "y": up, "series": series}
+        return {**parts, "x": x, "y": y, "series": series}
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Names without the words that all begin with and the hash they end with, if they still differ."""
+    """Short names: without the words that all begin with and without the hash at the end, if they stay different."""
     full = list(dict.fromkeys(names))
     words = [re.sub(r"-[0-9a-f]{8,10}$", "", name).split("-") for name in full]
     shared = 0
@@ -110,11 +110,8 @@ def _evaluation_charts(evaluations: Sequence[dict[str, Any]], names: dict[str, s
         title, note = f"Perplexity by block{_handling(place)}", f"{place}. {CONTROL}"
         charts.append(Chart(title, "block", "perplexity", series, note, marks=[BLOCK_0]))
     for place, series in positions.items():
-        title, across = (
-            f"Perplexity by position in the block{_handling(place)}",
-            "position in the block, 0 first, 1 last",
-        )
-        charts.append(Chart(title, across, "perplexity", series, f"{place}."))
+        title, x_label = f"Perplexity by position in the block{_handling(place)}", "position, 0 first, 1 last"
+        charts.append(Chart(title, x_label, "perplexity", series, f"{place}."))
     return [*gains, *charts, *_sizes(evaluations, names)]
 
 
@@ -125,12 +122,12 @@ def recall_charts(recall: dict[str, list[dict[str, Any]]]) -> list[Chart]:
         entries = sorted(entries, key=lambda entry: entry["distance"])
         series.append(Series(name, [it["distance"] for it in entries], [it["accuracy"] for it in entries]))
     note = "Distance in blocks between what was said and the question about it."
-    title, across = "Recall by distance", "distance, blocks"
-    return [Chart(title, across, "right answers", series, note, log_x=2, percent=True)] if series else []
+    title, x_label = "Recall by distance", "distance, blocks"
+    return [Chart(title, x_label, "right answers", series, note, log_x=2, percent=True)] if series else []
 
 
 def paper_charts(table: dict[str, Any]) -> list[Chart]:
-    """Of a table of the paper, for each metric that we measured: our values, and the paper's beside them."""
+    """For each metric that we measured in a table of the paper, a chart of our values and one of the paper's."""
     charts = []
     title = re.sub(r",? PPL.*$", "", table["title"])
     for metric, label in (("ppl", "perplexity"), ("longppl", "LongPPL")):
@@ -142,19 +139,19 @@ def paper_charts(table: dict[str, Any]) -> list[Chart]:
         names = [re.sub(r"[{}]|\s*(PPL|LongPPL|Long\.)$", "", column) or column for column in columns]
         against = f" against {cells[0]['row']}" if ours[0].dots else ""
         settings: dict[str, Any] = {"categories": names, "percent": ours[0].dots}
-        up = "difference" if against else label
-        charts.append(Chart(f"{title}: {label}{against}, ours", "", up, ours, wide=not papers, **settings))
+        y_label = "difference" if against else label
+        charts.append(Chart(f"{title}: {label}{against}, ours", "", y_label, ours, wide=not papers, **settings))
         if papers:
-            charts.append(Chart(f"{title}: {label}{against}, the paper's", "", up, papers, **settings))
+            charts.append(Chart(f"{title}: {label}{against}, the paper's", "", y_label, papers, **settings))
     return charts
 
 
 def _paper_series(
     cells: Sequence[dict[str, Any]], metric: str, read: Callable[[dict[str, Any], str], float | None]
 ) -> list[Series]:
-    """One per row that has a number: a line where columns are steps of something, such as 1x 2x 4x.
+    """A series per row with numbers: a line if the columns are sizes such as 1x 2x 4x.
 
-    Else dots, which say how much higher or lower than the first row: columns such as corpora differ by much more.
+    Else, as columns such as corpora differ far more than rows do: dots, each relative to the first row.
     """
     places = {column: place for place, column in enumerate(dict.fromkeys(cell["column"] for cell in cells))}
     steps = sum(any(letter.isdigit() for letter in column) for column in places) >= len(places) - 1
@@ -214,8 +211,8 @@ def _gains(evaluations: Sequence[dict[str, Any]], names: dict[str, str]) -> list
             gain = [without / with_ - 1 if with_ else None for with_, without in pairs]
             series.append(Series(names[evaluation["checkpoint"]], range(len(gain)), gain))
     note = f"How much higher the perplexity of the same model is when its memory is erased at every block. {CONTROL}"
-    title, up = "What memory gains, by block", "rise without memory"
-    return [Chart(title, "block", up, series, note, percent=True, marks=[BLOCK_0], wide=True)] if series else []
+    title, y_label = "What memory gains, by block", "rise without memory"
+    return [Chart(title, "block", y_label, series, note, percent=True, marks=[BLOCK_0], wide=True)] if series else []
 
 
 def _sizes(evaluations: Sequence[dict[str, Any]], names: dict[str, str]) -> list[Chart]:
@@ -233,9 +230,9 @@ def _sizes(evaluations: Sequence[dict[str, Any]], names: dict[str, str]) -> list
     note = (
         "Each point is a model; one colour per kind of memory. Size: numbers carried from block to block, for one text."
     )
-    title, across = "Memory size and perplexity", "numbers carried"
+    title, x_label = "Memory size and perplexity", "numbers carried"
     return [
-        Chart(title, across, "perplexity", points, f"{place}. {note}")
+        Chart(title, x_label, "perplexity", points, f"{place}. {note}")
         for place, points in found.items()
         if len(points) > 1
     ]

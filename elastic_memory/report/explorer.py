@@ -71,7 +71,7 @@ def document(
 
 @contextmanager
 def _watched(model: Any, total: int, watch: Callable[[int, int], None]) -> Iterator[None]:
-    """Tell `watch` of every call of the model how many tokens it has read."""
+    """After every call of the model, tell `watch` how many tokens it has read."""
     done = 0
 
     def count(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -132,7 +132,7 @@ def similarity(signal: Signal, order: int, edges: np.ndarray) -> Float[Tensor, "
 
 
 def memory_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Memory files: what they say of themselves, and the features of most variance, the same of all where they fit."""
+    """The subjects of memory files: headers, and features of largest variance, the same in all files if possible."""
     opened = []
     for path in paths:
         told = memory_file.describe(path)
@@ -193,7 +193,7 @@ def _polynomials(path: Path, told: dict[str, Any]) -> dict[str, Float[Tensor, "r
 
 
 def _features(signals: dict[tuple[int, str], Signal]) -> list[dict[str, Any]]:
-    """The features of most variance, of each layer's keys and values as many as there is room for."""
+    """The features of largest variance, equally many of each layer's keys and values."""
     each = max(1, FEATURES // max(1, len(signals)))
     found = []
     for (layer, part), signal in list(signals.items())[:FEATURES]:

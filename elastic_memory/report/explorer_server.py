@@ -1,4 +1,4 @@
-"""The microscope's page from a server on this machine alone, whose models read what is pasted into it."""
+"""A server of the microscope's page, on this machine only: its models read the text that is pasted into the page."""
 
 import json
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, self.content, "text/html; charset=utf-8")
 
     def do_POST(self) -> None:
-        """A text, read by the models."""
+        """Let the models read a text, and answer with what the page shows of it."""
         if not self._ours():
             return
         try:

@@ -61,13 +61,13 @@ def reconstructions(
     return save(figure, path)
 
 
-def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], across: str, up: str) -> Figure:
+def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_label: str, y_label: str) -> Figure:
     """One line of (x, y) per name; markers where there are few points."""
     figure, axes = plt.subplots(figsize=(8, 3.8))
     for name, (x, y) in series.items():
         axes.plot(x, y, lw=1.4, marker="o" if len(x) <= 64 else "", ms=4, label=name)
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
     _open(axes)

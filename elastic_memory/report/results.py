@@ -1,11 +1,12 @@
-"""What a file or a folder holds of results, sorted by kind: tables, pictures, evaluations, training, recall.
+"""Find the results in a file or a folder: tables, pictures, evaluations, training, recall.
 
-Everything else is counted, not guessed at. A file that is broken is an error.
+Other files are listed as left out, and a broken file is an error.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -15,7 +16,7 @@ from typing_extensions import TypedDict
 from elastic_memory.common.strict import parse_json, read_json
 from elastic_memory.report.tables import Table
 
-# a run's result, checkpoints and model, or a prepared corpus: a folder that one of these files says all about
+# a folder with one of these files is a run or a prepared corpus, and is not searched further
 CLOSED = {"run.json": "run", "manifest.json": "corpus"}
 DEEPEST = 100
 
@@ -79,11 +80,9 @@ class Results:
 
 
 def collect(path: Path) -> Results:
-    """Sort the results of a folder and all below it, or of one file and those beside it of the same name."""
+    """The results in a folder and all folders below it; or in one file and those of the same name beside it."""
     if path.is_file():
-        files = sorted(
-            it for it in path.parent.glob(f"{_escaped(path.stem)}.*") if it.suffix in (".md", ".json", ".png")
-        )
+        files = sorted(it for it in path.parent.glob(f"{escape(path.stem)}.*") if it.suffix in (".md", ".json", ".png"))
         folder, files = path.parent, [path, *(it for it in files if it != path)]
     elif path.is_dir():
         folder, files = path, list(_files(path))
@@ -93,7 +92,7 @@ def collect(path: Path) -> Results:
         )
     found = Results()
     for file in files:
-        _sort(file, file.relative_to(folder).as_posix(), found)
+        _add(file, file.relative_to(folder).as_posix(), found)
     if not found:
         raise ValueError(
             f"{path} holds no results: expected tables of `elastic reproduce`, JSON of `elastic evaluate --out`, "
@@ -102,13 +101,8 @@ def collect(path: Path) -> Results:
     return found
 
 
-def _escaped(stem: str) -> str:
-    """A name in which no character stands for others."""
-    return re.sub(r"([*?[])", r"[\1]", stem)
-
-
 def _files(folder: Path) -> Iterator[Path]:
-    """Every file, in order; of a run only its metrics and its result, of a prepared corpus none, nothing hidden."""
+    """All files but hidden ones, sorted; of a run only its metrics and its result, of a prepared corpus none."""
     closed = next((kind for name, kind in CLOSED.items() if (folder / name).is_file()), None)
     if closed:
         names = ("metrics.jsonl", "result.json") if closed == "run" else ()
@@ -123,8 +117,8 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _sort_record(content: dict[str, Any], path: Path, name: str, found: Results) -> None:
-    """A run's record of `elastic reproduce`: its training, and what was measured of it as it was trained."""
+def _add_record(content: dict[str, Any], path: Path, name: str, found: Results) -> None:
+    """Add a record of `elastic reproduce`: training, and measurements without corruption or another sampling."""
     _check(_Record, content, path, "a run's record as `elastic reproduce` writes it")
     trained = content["trained"]
     if trained:
@@ -140,10 +134,10 @@ def _sort_record(content: dict[str, Any], path: Path, name: str, found: Results)
             found.evaluations[name] = entry
 
 
-def _sort(path: Path, name: str, found: Results) -> None:
+def _add(path: Path, name: str, found: Results) -> None:
     content = read_json(path) if path.suffix == ".json" else None
     _check_depth(content, path)
-    table = _parse(path) if path.suffix == ".md" else None
+    table = _markdown_table(path) if path.suffix == ".md" else None
     if table:
         found.tables[name] = table
     elif path.suffix == ".png":
@@ -151,15 +145,15 @@ def _sort(path: Path, name: str, found: Results) -> None:
     elif path.name == "metrics.jsonl":
         found.curves[path.parent.name] = _steps(path)
     elif isinstance(content, dict):
-        _sort_json(content, path, name, found)
+        _add_json(content, path, name, found)
     elif not path.with_suffix(".md").exists():
         found.left_out.append(name)
 
 
-def _sort_json(content: dict[str, Any], path: Path, name: str, found: Results) -> None:
+def _add_json(content: dict[str, Any], path: Path, name: str, found: Results) -> None:
     keys = content.keys()
     if {"trained", "measured", "tier"} <= keys:
-        _sort_record(content, path, name, found)
+        _add_record(content, path, name, found)
     elif isinstance(content.get("metrics"), dict):
         _check_evaluation(content, path)
         found.evaluations[name] = content
@@ -186,8 +180,8 @@ def _add_recall(entry: dict[str, Any], path: Path, found: Results) -> None:
     found.recall.setdefault(f"{entry['task']}: {entry['row']}", []).append(entry)
 
 
-def _parse(path: Path) -> Table | None:
-    """What `Table.markdown` wrote; None for any other page."""
+def _markdown_table(path: Path) -> Table | None:
+    """The table in a file written by `Table.markdown`; None for any other file."""
     first, *rest = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
     bold = re.fullmatch(r"\*\*(.+)\*\*", first)
     rows = [[cell.strip() for cell in line.strip()[1:-1].split(" | ")] for line in rest if line.startswith("|")]
@@ -209,7 +203,7 @@ def _png(path: Path) -> bytes:
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
-    """The steps of a run; a last line without an end was being written and does not count."""
+    """The steps of a run, without a last line that is still being written."""
     *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     steps = [parse_json(line, f"{path} line {index}") for index, line in enumerate(whole, 1)]
     for index, step in enumerate(steps, 1):
@@ -221,7 +215,7 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_evaluation(content: dict[str, Any], path: Path) -> None:
-    """Refuse, before anything is drawn, what `elastic evaluate` would not have written."""
+    """Raise, before anything is drawn, unless `elastic evaluate` can have written this."""
     metrics = content["metrics"]
     _check(_Evaluation, content, path, "an evaluation as `elastic evaluate` writes it")
     for protocol, result in metrics.get("ppl", {}).items():
@@ -231,12 +225,12 @@ def _check_evaluation(content: dict[str, Any], path: Path) -> None:
         numbers = [result.get("ppl"), *result["by_block"], *(result.get("by_position") or [])] if sound else []
         if not sound or not all(isinstance(it, int | float) for it in numbers):
             raise ValueError(
-                f"{path}: the perplexity by {protocol} lacks its protocol or blocks, or holds what is no number"
+                f"{path}: the perplexity by {protocol} lacks `protocol` or `by_block`, or has a value that is no number"
             )
 
 
 def _check(kind: Any, content: dict[str, Any], path: Path, what: str) -> None:
-    """Refuse content of another shape than `kind`; says where the first difference is."""
+    """Raise unless the content fits the type `kind`; the error names the first place that does not."""
     try:
         TypeAdapter(kind).validate_python(content, strict=True)
     except ValidationError as error:
@@ -246,7 +240,7 @@ def _check(kind: Any, content: dict[str, Any], path: Path, what: str) -> None:
 
 
 def _check_depth(content: Any, path: Path) -> None:
-    """Refuse nesting so deep that whatever walks through it would fail."""
+    """Raise if the content is nested so deeply that recursive code would fail."""
     level, depth = [content], 0
     while level := [it for part in level for it in _parts(part)]:
         depth += 1

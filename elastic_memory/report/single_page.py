@@ -48,7 +48,7 @@ def render(template: str, scripts: tuple[str, ...], data: Any, *, live: bool = F
 
 
 def embedded_json(data: Any) -> str:
-    """JSON that no text in it can end: `<`, `>` and `&` are written as escapes of JSON's own."""
+    """JSON that cannot end its script element: `<`, `>` and `&` are written as JSON escapes."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

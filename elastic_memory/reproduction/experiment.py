@@ -36,7 +36,7 @@ class Cell(Trained):
     read: str | None = None  # a sampling other than that of training
     corrupt: float = 0.0
     corrupt_layers: str = "memory"
-    points_with_memory: bool = False  # memory tokens grow with the memory
+    points_with_memory: bool = False  # the number of memory tokens grows with the order
 
     def model(self, seed: int | None) -> Trained:
         """The model of this cell."""
@@ -79,20 +79,19 @@ class Experiment:
                     yield row, column, Cell(**{**settings, **more}), paper.strip()
 
     def models(self, lab: Lab, seeds: int | None = None) -> list[Trained]:
-        """Every model once, most important first: by seed, then corpus, then row."""
+        """The models to train for this table, most important first: by seed, then corpus, then row."""
         if lab.name not in self.tiers:
             raise ValueError(f"tier {lab.name} has no table {self.name}: choose {' or '.join(self.tiers)}")
         cells = [cell for _, _, cell, _ in self.cells() if SHOWS[cell.shows]]
         found = []
-        for number in range(len(lab.tier.seeds) if seeds is None else seeds):
+        for number, seed in enumerate(lab.tier.seeds[:seeds]):
             for corpus in CORPUS_ORDER:
-                wanted = self.seeds.get(corpus, 2)
-                if number < min(wanted, len(lab.tier.seeds)):
-                    found += [cell.model(lab.tier.seeds[number]) for cell in cells if cell.corpus == corpus]
+                if number < self.seeds.get(corpus, 2):
+                    found += [cell.model(seed) for cell in cells if cell.corpus == corpus]
         return list(dict.fromkeys(found))
 
     def wanted(self, model: Trained) -> list[Measurement]:
-        """The measurements of a model that this table needs."""
+        """The measurements that this table needs of a model, whatever its seed."""
         plain = replace(model, seed=None)
         cells = (cell for _, _, cell, _ in self.cells())
         return [pair for cell in cells if cell.model(None) == plain for pair in cell.measurements]
@@ -102,7 +101,7 @@ class Experiment:
         path = lab.out / f"{self.name}-{lab.name}.json"
         self.check_earlier(path, lab.name)
         entries = [_entry(lab, *place) for place in self.cells()]
-        _check_alike(entries)
+        _check_comparable(entries)
         shown = {(entry["row"], entry["column"]): entry["text"] for entry in entries}
         table = Table(
             title=self.title + ("; in brackets the paper's" if any(e["paper"] != "-" for e in entries) else ""),
@@ -131,13 +130,13 @@ class Experiment:
             )
 
 
-def _check_alike(entries: list[dict[str, Any]]) -> None:
-    """Refuse a table of numbers that are not comparable: other training or test rows, or other key tokens."""
+def _check_comparable(entries: list[dict[str, Any]]) -> None:
+    """Raise if cells of one corpus differ in training rows, test rows or the reference that found key tokens."""
     seen: dict[tuple[str, ...], tuple[str, str]] = {}
     for entry in entries:
         for run in entry["runs"]:
             for metric, how in run["measured"].items():
-                # The hash of training rows covers that of the tokenizer, which older records have in a former version.
+                # The hash of training rows covers the tokenizer's hash, which older records computed in another way.
                 facts = {f"training rows ({how['data']['tokenizer'][:8]})": run["trained"]["data"]}
                 facts |= {"test rows": how["data"]["sha256"]} if metric != "reconstruction" else {}
                 if metric == "longppl":
@@ -145,7 +144,9 @@ def _check_alike(entries: list[dict[str, Any]]) -> None:
                 for name, value in facts.items():
                     first, other = seen.setdefault((entry["corpus"], name), (value, run["run"]))
                     if first != value:
-                        raise ValueError(f"{run['run']} and {other} have different {name}: not comparable")
+                        raise ValueError(
+                            f"{run['run']} and {other} have different {name}: not comparable, move one record away"
+                        )
 
 
 def _titles(lab: Lab) -> dict[str, str]:
@@ -223,7 +224,7 @@ def _text(entry: dict[str, Any], paper: str) -> str:
         if len(seeds) > 1:
             text += f"±{statistics.stdev(seeds):.{places}f}"
         if metric == "longppl" and any(
-            run["measured"][metric]["key_tokens"] < FEW_KEY_TOKENS for run in _having(entry, metric)
+            run["measured"][metric]["key_tokens"] < FEW_KEY_TOKENS for run in _runs_with(entry, metric)
         ):
             text += "†"
         parts.append(text)
@@ -235,11 +236,11 @@ def _text(entry: dict[str, Any], paper: str) -> str:
 
 def _gains(entry: dict[str, Any]) -> list[float]:
     """The gain from memory of each seed, if the cell shows a perplexity alone."""
-    gains = [run["measured"]["ppl"].get("gain") for run in _having(entry, "ppl")]
+    gains = [run["measured"]["ppl"].get("gain") for run in _runs_with(entry, "ppl")]
     return gains if list(entry["values"]) == ["ppl"] and None not in gains else []
 
 
-def _having(entry: dict[str, Any], metric: str) -> list[dict[str, Any]]:
+def _runs_with(entry: dict[str, Any], metric: str) -> list[dict[str, Any]]:
     return [run for run in entry["runs"] if metric in run["measured"]]
 
 
@@ -292,10 +293,10 @@ def _describe(lab: Lab, entries: list[dict[str, Any]]) -> str:
 
 
 def _key_counts(entries: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Numbers of key tokens by corpus; several if they were found more than once, with other rounding."""
+    """Numbers of key tokens by corpus; more than one if several searches rounded differently."""
     counts: dict[str, set[int]] = {}
     for entry in entries:
-        for run in _having(entry, "longppl"):
+        for run in _runs_with(entry, "longppl"):
             counts.setdefault(entry["corpus"], set()).add(run["measured"]["longppl"]["key_tokens"])
     return {corpus: [f"{count:,}" for count in sorted(found)] for corpus, found in counts.items()}
 

@@ -40,7 +40,7 @@ VERDICT = "Here no memory is as good as the wider window.\n"
 
 
 def summary(root: Path) -> str:
-    """The README's paragraph, of the newest record."""
+    """The README's paragraph about the newest record."""
     path = benchmark_records(root, "frozen-trunk")[-1]
     record = json.loads(path.read_text())
     lower = {
@@ -56,7 +56,7 @@ def summary(root: Path) -> str:
 
 
 def tables(root: Path) -> str:
-    """One of each record, the newest first; the best designs first."""
+    """One table per record, the newest record first, the best design on top."""
     records = [json.loads(path.read_text()) for path in reversed(benchmark_records(root, "frozen-trunk"))]
     return "\n".join(_table(record).markdown() for record in records)
 
@@ -93,7 +93,7 @@ def _row(record: dict[str, Any], design: str) -> list[str]:
 
 
 def _against(record: dict[str, Any], design: str, other: str) -> str:
-    """By how much the perplexity is higher, over the seeds that both have, and for each of several seeds."""
+    """How much higher the perplexity of `design` is than that of `other`, with its interval; and by seed if several."""
     if design == other:
         return "-"
     middle, low, high = _difference(record, design, other)
@@ -105,7 +105,7 @@ def _against(record: dict[str, Any], design: str, other: str) -> str:
 def _difference(
     record: dict[str, Any], design: str, other: str, seeds: Sequence[str] | None = None
 ) -> tuple[float, float, float]:
-    """Of the seeds given, or of all that both have."""
+    """The relative difference in perplexity and its interval, over `seeds` or all seeds that both designs have."""
     chosen = seeds or _common(record, design, other)
     these, those = ([record["runs"][name][seed]["documents"] for seed in chosen] for name in (design, other))
     return difference(these, those)
@@ -120,7 +120,7 @@ def _documents(record: dict[str, Any], design: str) -> list[Documents]:
 
 
 def _distances(record: dict[str, Any]) -> Sequence[int]:
-    """At which recall was measured; none in records from before it was."""
+    """The distances at which recall was measured; none in older records."""
     return record["plan"].get("distances", ())
 
 

@@ -67,7 +67,7 @@ class Trained:
 
 
 class Lab:
-    """The models of a tier."""
+    """Trains and measures the models of a tier; one record per model says what was done."""
 
     def __init__(self, tier: str, out: Path, data: Path | None = None, reference: str | None = None):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -78,12 +78,12 @@ class Lab:
         self.name, self.tier, self.out, self.data = tier, TIERS[tier], out, data
         self.work = out / "work"
         self.reference = reference or self._recorded_reference() or self.tier.reference
-        # slow, and needed for many cells of the same model
+        # slow, and called for many cells of the same model
         self.folder, self.run, self.counted = cache(self._folder), cache(self._run), cache(self._counted)
         self.recipe = cache(self._recipe)
         self.tokenizer = cache(lambda corpus: self.test_rows(corpus).tokenizer())
 
-    # -- what there is
+    # -- recipes and records
 
     @property
     def training(self) -> Training:
@@ -127,10 +127,10 @@ class Lab:
             "order": config.memory_order,
         }
 
-    # -- what is needed
+    # -- checks before hours of work
 
-    def require(self, corpora: Sequence[str], longppl: bool) -> None:
-        """Check that rows are there, and a reference where key tokens are still to be found, before hours of work."""
+    def check_inputs(self, corpora: Sequence[str], longppl: bool) -> None:
+        """Raise unless all corpora are prepared and, where key tokens are still to be found, the reference exists."""
         if self.data is not None or not self.tier.text:
             root = self.data or Path("DATA")
             folders = [root / self.tier.corpora[corpus] for corpus in dict.fromkeys(corpora)]
@@ -156,13 +156,13 @@ class Lab:
                 ) from None
 
     def _recorded_reference(self) -> str | None:
-        """The name of the model that found the key tokens on record, unless it is the tier's own."""
+        """The reference that found the key tokens on record, if it is not the tier's default."""
         paths = sorted((self.out / "runs").glob(f"{self.name}-*-keys.json"))
         names = [read_json(path)["reference"] for path in paths[:1]]
         return next((name for name in names if name != Path(self.tier.reference or "").name), None)
 
     def check_rows(self, corpora: Sequence[str]) -> None:
-        """Refuse other rows than those on record, before hours of work: their numbers could not stand in one table."""
+        """Raise if the rows are not those of the records: numbers from other rows cannot share a table."""
         for corpus in corpora:
             test, train = self.test_rows(corpus), samples(self.folder(corpus))
             tokenizer = test.manifest["tokenizer"]["sha256"]
@@ -170,7 +170,7 @@ class Lab:
                 record = read_json(path)
                 for how in (entry["data"] for entry in record["measured"] if "ppl" in entry["metrics"]):
                     facts = {"test": (how["sha256"], test.fingerprint)}
-                    if how["tokenizer"] == tokenizer:  # older records have a former hash of it
+                    if how["tokenizer"] == tokenizer:  # older records hashed the tokenizer in another way
                         facts["training"] = record["trained"]["data"], data_hash(train)
                     for name, (held, now) in facts.items():
                         if held != now:
@@ -180,7 +180,7 @@ class Lab:
                             )
 
     def _check_reference(self, name: str) -> None:
-        """Refuse a second reference in one folder of results: their key tokens are not comparable."""
+        """Raise if results were measured with another reference: its key tokens are not comparable."""
         for path in sorted((self.out / "runs").glob(f"{self.name}-*.json")):
             for entry in read_json(path).get("measured", []):
                 other = entry["metrics"].get("longppl", {}).get("reference", {}).get("reference", name)
@@ -216,17 +216,17 @@ class Lab:
         rows, count = self.test_rows(corpus), self.tier.probed if metric == "reconstruction" else self.tier.rows
         return Spread(rows, count or len(rows))
 
-    # -- the work
+    # -- training and measuring
 
     def complete(
         self, model: Trained, wanted: Iterable[Measurement], keep_weights: bool = False, sharing: int = 1
     ) -> None:
         """Train and measure what the record lacks, then remove the weights unless `keep_weights`.
 
-        `sharing` is the number of such processes on the device.
+        `sharing`: how many such processes share the device, as planned.
         """
         wanted = list(wanted)
-        # Training locks its run; another call must not measure the model, or remove it, at the same time either.
+        # The lock of a training run ends with training; this one covers measuring and removing the weights too.
         with locked(self.work / "locks" / self.record(model).content["name"]):
             if self.record(model).trained and not self.missing(model, wanted):
                 return
@@ -247,17 +247,17 @@ class Lab:
     def _train(self, model: Trained, sharing: int) -> None:
         run, record = self.run(model), self.record(model)
         if not run.finished:
-            # resuming on another machine only changes rounding, and is on record
-            begun = Resume(allowed=True, or_start=True, new_machine=True)
-            before = self._sharing(sharing)
-            result = train(run.recipe, self.folder(model.corpus), self.work, begun)
-            record.add_training(result, run.measured(), (before + self._sharing(sharing)) / 2)
+            # resuming on another machine only changes rounding, and the record says so
+            resume = Resume(allowed=True, or_start=True, new_machine=True)
+            before = self._processes_on_device(sharing)
+            result = train(run.recipe, self.folder(model.corpus), self.work, resume)
+            record.add_training(result, run.measured(), (before + self._processes_on_device(sharing)) / 2)
             torch.compiler.reset()  # else its compiled code counts against the recompilation limit of the next model
             free_memory()
         elif record.trained is None:
             record.add_training(run.content(), run.measured(), 1)
 
-    def _sharing(self, planned: int) -> int:
+    def _processes_on_device(self, planned: int) -> int:
         return running_now(self.work / "logs") if planned > 1 else planned
 
     def _measure(self, model: Trained, conditions: Conditions, metrics: list[str]) -> None:
@@ -295,12 +295,12 @@ class Lab:
         file, where = Path(self.reference), environment() | {"hardware": hardware()}
         facts |= {"file_sha256": sha256(file) if file.is_file() else None, "environment": where}
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may have found them meanwhile, with other rounding: all models are measured with the same.
+        # If another process found them first, with other rounding, its file wins: all models need the same tokens.
         write_json_once(path, {**facts, "found_by": found.reference, "texts": found.texts})
         return self.known_keys(corpus) or found
 
     def known_keys(self, corpus: str) -> FoundKeys | None:
-        """The key tokens on record; the model that found them is not needed any more."""
+        """The key tokens on record, or None; the model that found them need not exist any more."""
         path = self._key_path(corpus)
         if not path.exists():
             return None
@@ -316,7 +316,7 @@ class Lab:
         return FoundKeys(held["found_by"], held["texts"])
 
     def _key_facts(self, corpus: str) -> dict[str, Any]:
-        """What a record of key tokens must agree with."""
+        """What key tokens depend on; their record must agree with it."""
         rows, read = self.test_rows(corpus), len(self.spread(corpus, "longppl"))
         settings, reference = asdict(Settings.scaled(rows.length)), Path(self.reference or "").name
         return {"reference": reference, "data": rows.fingerprint, "rows": read, "settings": settings}

@@ -1,13 +1,15 @@
 """The ledger: the claims of the paper's sections 3.2 to 3.7, checked against our tables.
 
-A claim is a list of comparisons, each saying that one number is below another. Numbers are compared as logarithms,
-averaged over seeds. Between two models the interval of the difference comes from the variance between seeds, pooled
-over all models with several seeds on that corpus, measured under the same conditions: Student's t, undecided with fewer
-than three degrees of freedom. Between two readings of the same runs it is a bootstrap over documents, and needs two
-runs, of which each must say the same. Times of training steps come from the table of speeds, at the paper's sizes; how
-uncertain one is follows from both samplings of Elastic Memory, which run the same operations. Intervals are 95% for all
-comparisons of a claim together (Bonferroni). A comparison holds if its interval is below zero, and does not if it is
-above. A claim holds if all its comparisons hold, and does not if one of them does not.
+A claim is a list of comparisons. A comparison says that one number is below another: it holds if the interval of the
+difference of their logarithms, averaged over seeds, is below zero, does not hold if it is above, and is undecided
+otherwise. A claim holds if all its comparisons hold, and does not hold if one does not. Intervals are 95% for all
+comparisons of a claim together (Bonferroni). They come from
+
+* two models: Student's t. The variance between seeds is pooled over all models with several seeds on that corpus and
+  under those conditions; with fewer than three degrees of freedom, or one seed each, the comparison is undecided;
+* two ways of reading the same runs: a bootstrap over documents. At least two runs are needed, and all must agree;
+* two training speeds, at the paper's sizes: Student's t. The variance of a measured time is estimated from the two
+  samplings of Elastic Memory, which run the same operations.
 """
 
 import math
@@ -26,7 +28,7 @@ from elastic_memory.report.tables import Table
 
 HELD, NOT_HELD, UNDECIDED, MISSING = "held", "not held", "undecided at this scale", "no numbers yet"
 INCOMPLETE = "numbers still missing"
-SPEED = "speed-paper.json"  # of every tier: speeds do not depend on what was learnt
+SPEED = "speed-paper.json"  # used at every tier: speed does not depend on the weights
 FREEDOM = 3  # the least degrees of freedom for an estimate of the variance between seeds
 
 Place = tuple[str, str, str]  # row, column and metric of a table
@@ -183,7 +185,7 @@ def judge(results: Path, tier: str) -> list[dict[str, Any]]:
 
 
 def _times(measured: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """The table of speeds as cells of one run each: times of a training step, of Transformer++ of that size 1."""
+    """The table of speeds as cells of one run each: the time of a training step, relative to Transformer++."""
     cells = {}
     for key, cell in measured.items():
         row, _, column = key.partition("|")
@@ -193,9 +195,9 @@ def _times(measured: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]
 
 
 def time_noise(cells: Mapping[tuple[str, str], dict[str, Any]]) -> dict[Kind, tuple[float, int]]:
-    """The standard deviation of the logarithm of one time, and the degrees of freedom.
+    """The standard deviation of the logarithm of a measured time, and its degrees of freedom.
 
-    Both samplings run the same operations: how their times differ is twice the variance of one.
+    Both samplings run the same operations, so the difference of their times has twice the variance of one time.
     """
     both = [column for row, column in cells if row == S_EXP and (S_UNI, column) in cells]
     times = [[_logs(cells[row, column], TIME)[0] for row in (S_EXP, S_UNI)] for column in both]
@@ -211,7 +213,7 @@ def seed_noise(cells: Iterable[dict[str, Any]]) -> dict[Kind, tuple[float, int]]
     groups: dict[Kind, dict[tuple[str, ...], list[float]]] = {}
     for cell in cells:
         for metric in cell["values"]:
-            runs = _having(cell, metric)
+            runs = _runs_with(cell, metric)
             if len(runs) > 1:
                 groups.setdefault(_kind(cell, metric), {})[tuple(run["run"] for run in runs)] = _logs(cell, metric)
     found = {}
@@ -223,8 +225,8 @@ def seed_noise(cells: Iterable[dict[str, Any]]) -> dict[Kind, tuple[float, int]]
 
 
 def _kind(cell: Mapping[str, Any], metric: str) -> Kind:
-    """Of what seeds spread alike: the metric, the corpus, and how the protocol says that a model was changed."""
-    measured = _having(cell, metric)[0].get("measured", {}).get(metric, {})
+    """The group whose variance between seeds is pooled: metric, corpus, and corruption or sampling in the protocol."""
+    measured = _runs_with(cell, metric)[0].get("measured", {}).get(metric, {})
     words = measured.get("protocol", "").split(", ")
     changed = (word for word in words if word.startswith(("corrupt=", "sampling=")))
     return metric, cell.get("corpus", ""), ", ".join(changed)
@@ -239,7 +241,7 @@ def student(probability: float, freedom: int) -> float:
 
 
 def _within(angle: float, freedom: int) -> float:
-    """How likely |t| is below tan(angle) sqrt(freedom): a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """P(|t| < tan(angle) * sqrt(freedom)) for Student's t: a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     odd = freedom % 2
     term, total = math.cos(angle) if odd else 1.0, 0.0
     for power in range(2 + odd, freedom + 1, 2):
@@ -249,12 +251,12 @@ def _within(angle: float, freedom: int) -> float:
     return 2 / math.pi * (angle + total) if odd else total
 
 
-def _having(cell: Mapping[str, Any], metric: str) -> list[dict[str, Any]]:
+def _runs_with(cell: Mapping[str, Any], metric: str) -> list[dict[str, Any]]:
     return [run for run in cell["runs"] if run["values"].get(metric) is not None]
 
 
 def _logs(cell: Mapping[str, Any], metric: str) -> list[float]:
-    return [math.log(run["values"][metric]) for run in _having(cell, metric)]
+    return [math.log(run["values"][metric]) for run in _runs_with(cell, metric)]
 
 
 def _verdict(
@@ -305,7 +307,7 @@ def _compare(
         "difference": math.expm1(difference),
     }
     assert low and high
-    names = [[run["run"] for run in _having(cell, metric)] for cell in (low, high)]
+    names = [[run["run"] for run in _runs_with(cell, metric)] for cell in (low, high)]
     kinds, agree = [_kind(cell, metric) for cell in (low, high)], True
     if names[0] == names[1] and metric in ("ppl", "longppl"):
         logs = _paired(low, high, metric, tail)
@@ -319,18 +321,18 @@ def _compare(
     interval = [math.expm1(value) for value in logs]
     verdict = HELD if interval[1] < factor - 1 else NOT_HELD if interval[0] > factor - 1 else UNDECIDED
     if not agree or (metric != TIME and len(ours) + len(theirs) < 3):
-        verdict = UNDECIDED  # another seed says the opposite, or might
+        verdict = UNDECIDED  # seeds disagree, or there is only one
     return entry | {"interval": interval, "verdict": verdict}
 
 
 def _paired(low: dict[str, Any], high: dict[str, Any], metric: str, tail: float, draws: int = 10_000) -> list[float]:
-    """The bootstrap interval over documents of the difference between two readings of the same runs.
+    """Bootstrap interval, over documents, of the loss difference between two ways of reading the same runs.
 
-    `tail`: the share of draws outside it, on either side.
+    `tail` is the share of draws below it, and that above it.
     """
     sums = []
     for cell in (low, high):
-        documents = [run["measured"][metric]["by_document"] for run in _having(cell, metric)]
+        documents = [run["measured"][metric]["by_document"] for run in _runs_with(cell, metric)]
         names = sorted(documents[0])
         sums.append(np.array([[found[name] for name in names] for found in documents]).sum(0))
     weights = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), size=draws)

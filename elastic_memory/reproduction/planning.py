@@ -26,9 +26,10 @@ class Todo:
 def to_do(
     lab: Lab, tables: Sequence[Experiment], seeds: int | None = None, speeds: Sequence[Measured] | None = None
 ) -> list[Todo]:
-    """All models of some tables with incomplete records, most important first; `speeds` if they are known.
+    """The models of some tables whose records are incomplete, most important first.
 
-    Tables in their order; but further seeds of other corpora than the first come last, as they decide the least.
+    They come in the order of the tables, but further seeds on other corpora than the first come last. `speeds` are
+    those of finished runs, read from the records if not given.
     """
     models = list(dict.fromkeys(model for experiment in tables for model in experiment.models(lab, seeds)))
     models.sort(key=lambda model: model.seed != lab.tier.seeds[0] and model.corpus != CORPUS_ORDER[0])
@@ -42,12 +43,8 @@ def to_do(
     return found
 
 
-def _tables(lab: Lab) -> list[Experiment]:
-    return [experiment for experiment in experiments().values() if lab.name in experiment.tiers]
-
-
 def tasks(lab: Lab, todo: Sequence[Todo], parallel: int, keep_weights: bool) -> list[Task]:
-    """The processes to run: for each corpus first its key tokens, then its models."""
+    """The processes to run: one per model, and before a corpus's first model one that finds its key tokens."""
     common: dict[str, Any] = {"tier": lab.name, "out": str(lab.out), "reference": lab.reference}
     common["data"] = str(lab.data) if lab.data else None
     missing = {
@@ -66,9 +63,9 @@ def tasks(lab: Lab, todo: Sequence[Todo], parallel: int, keep_weights: bool) -> 
 
 
 def status(lab: Lab) -> tuple[list[list[str]], str]:
-    """For each table: numbers, how many are missing, runs for these, runs for more seeds, GPU minutes."""
+    """A row per table (numbers, missing ones, runs for a first seed, for further seeds, GPU minutes), and a note."""
     rows, counted, unknown, speeds = [], set(), False, measurements(lab.out / "runs")
-    for experiment in _tables(lab):
+    for experiment in (one for one in experiments().values() if lab.name in one.tiers):
         cells = [cell for *_, cell, _ in experiment.cells() if cell.measurements]
         numbers = sum(len(cell.measurements) for cell in cells)
         missing = sum(

@@ -1,4 +1,4 @@
-"""What is measured of a model of the study, and how two are compared."""
+"""Measurements of one model of `real_model.Study`, and the comparison of two."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +32,8 @@ def by_document(rows: Any, losses: Sequence[np.ndarray], part: int) -> Documents
 
 
 def find_keys(reference: Any, rows: Any, count: int, window: int) -> dict[str, list[int]]:
-    """LongPPL's key tokens of `count` of the rows, evenly spread: what the untouched model guesses with all of the text
-    before it, as far as it was trained for, and not with a window of it.
+    """LongPPL's key tokens in `count` evenly spread rows, cut at the reference's maximum length: those that it predicts
+    much better from the whole row than from a window.
     """
     settings = Settings(trunc_len=window, sliding_window=max(1, window // 4))
     limit = reference.config.max_position_embeddings
@@ -48,13 +48,13 @@ def key_loss(losses: Sequence[np.ndarray], keys: Mapping[str, Sequence[int]]) ->
 
 
 def recall_of(held: Mapping[str, Sequence[float]]) -> float:
-    """By how many nats copies are likelier than the same spans in another text, of what `copy_losses` gave."""
+    """Recall in nats per token, from `copy_losses`: how much lower the loss of copies is than in another text."""
     other, copy, tokens = (math.fsum(sums[part] for sums in held.values()) for part in range(3))
     return (other - copy) / tokens
 
 
 def ppl_of(documents: Documents, first: int = 0, last: int | None = None) -> float:
-    """Of the parts `first` to `last` of all rows."""
+    """Perplexity over the parts `first` to `last - 1` of all rows."""
     sums = {
         name: math.fsum(x for held in documents.values() for x in held[name][first:last]) for name in ("loss", "tokens")
     }

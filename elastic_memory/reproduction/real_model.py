@@ -66,7 +66,7 @@ class Setup:
 
     @property
     def bound(self) -> dict[str, Any]:
-        """What a record must agree with, as JSON has it."""
+        """All but `execution`, as JSON types: a record of another plan is refused."""
         return json.loads(json.dumps({name: value for name, value in asdict(self).items() if name != "execution"}))
 
 
@@ -82,19 +82,19 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Of its record and of its folder."""
+        """The name of its record and of its folder."""
         return f"real-{self.tier}-{self.corpus}-{self.design}-seed{self.seed}"
 
 
 class Study:
-    """The designs of a tier: train, measure, compare."""
+    """Trains and measures the designs of a tier; one record per design, corpus and seed."""
 
     def __init__(self, plan: Setup, out: Path, data: Path, model: str | None, keep_weights: bool = False):
         self.plan, self.out, self.data, self.keep_weights = plan, out, data, keep_weights
         self.model = model or plan.model
 
     def record(self, job: Candidate) -> dict[str, Any] | None:
-        """What was measured; None if it is still to do."""
+        """The record of a candidate; None if it was not measured yet."""
         path = self._path(job.name)
         if not path.exists():
             return None
@@ -105,18 +105,18 @@ class Study:
 
     @property
     def _name(self) -> str:
-        """Of the untouched model."""
+        """The name of the pretrained model."""
         return Path(self.model).name.removesuffix(".gguf")
 
     def _path(self, name: str) -> Path:
         return self.out / "runs" / f"{name}.json"
 
-    # -- in the process that starts the others
+    # -- in the main process
 
     def run(self, jobs: Sequence[Candidate], minutes: float | None, parallel: int, seconds: float | None) -> bool:
         """Train and measure what is missing, several at a time; False if something failed.
 
-        `seconds`: what a design takes on a GPU alone, until one was measured.
+        `seconds`: the expected time of a design alone on a GPU, used until one was measured.
         """
         missing = []
         for job in jobs:
@@ -130,9 +130,9 @@ class Study:
         limit = None if minutes is None else time.monotonic() + 60 * minutes
         if missing:
             self.unpack()
-            self._check_alike(jobs)
+            self._check_comparable(jobs)
         given = {"out": str(self.out), "data": str(self.data), "model": self.model, "keep_weights": self.keep_weights}
-        expected = self.expected(jobs, seconds)
+        expected = self.expected_seconds(jobs, seconds)
         tasks = [
             Task(
                 job.name,
@@ -146,7 +146,7 @@ class Study:
         scheduler.run()
         return not scheduler.failed
 
-    def _check_alike(self, jobs: Sequence[Candidate]) -> None:
+    def _check_comparable(self, jobs: Sequence[Candidate]) -> None:
         """Refuse records of other weights or other text, before hours of work."""
         weights = self.weights_hash()
         for job in jobs:
@@ -161,7 +161,7 @@ class Study:
                 if held != now:
                     raise ValueError(f"{self._path(job.name)} was measured with other {what}: choose another --out")
 
-    def expected(self, jobs: Sequence[Candidate], first: float | None) -> float | None:
+    def expected_seconds(self, jobs: Sequence[Candidate], first: float | None) -> float | None:
         """Seconds of a design alone on the device: the median of those measured, or `first`."""
         records = [self.record(job) for job in jobs if "untrained" not in job.settings]
         known = [sum(record["seconds"].values()) / record["sharing"] for record in records if record]
@@ -182,10 +182,10 @@ class Study:
                 write_manifest(staged, f"unpacked from {Path(self.model).name}", 0)
         self.model = str(folder)
 
-    # -- in a process of its own
+    # -- in a worker process
 
     def complete(self, job: Candidate) -> None:
-        """Do what a job says, unless another call has done it meanwhile."""
+        """Train and measure a candidate, unless another call has done so meanwhile."""
         with locked(self.out / "work" / "locks" / job.name):
             if self.record(job) is None:
                 self._complete(job)
@@ -223,14 +223,14 @@ class Study:
         keys: dict[str, Any] = {f"execution.{name}": value for name, value in plan.execution.items()}
         keys |= {"training.tokens": plan.tokens, "training.length": plan.length, "training.seed": job.seed}
         recipe = load_recipe(RECIPES / "finetune" / plan.recipe).replace(name=job.name, **keys, **plan.keys)
-        begun = Resume(allowed=True, or_start=True, new_machine=True)
+        resume = Resume(allowed=True, or_start=True, new_machine=True)
         start = self._start(job, weights)
-        result = train(recipe, self.data / job.corpus, folder / "runs", begun, start)
+        result = train(recipe, self.data / job.corpus, folder / "runs", resume, start)
         free_memory()  # its neighbours may need it
         return result
 
     def _start(self, job: Candidate, weights: str) -> StartingModel:
-        """The untouched model with the memory of a design."""
+        """The pretrained model with the memory of a design, to be fine-tuned."""
 
         def load() -> Any:
             return attach_memory(load_model(self.model).float(), **job.settings)
@@ -245,7 +245,7 @@ class Study:
         )
 
     def weights_hash(self) -> str:
-        """Of the untouched model's files; of its name, if it is on the hub."""
+        """A hash of the pretrained model's weight files, or of its name if it is on the hub."""
         folder = Path(model_folder(self.model))
         sums = [f"{file.name} {sha256(file)}" for file in sorted(folder.glob("*.safetensors"))]
         return hashlib.sha256(" ".join(sums or [self.model]).encode()).hexdigest()
@@ -266,7 +266,7 @@ class Study:
             }
 
     def _keys(self, job: Candidate, rows: Spread) -> dict[str, list[int]]:
-        """Key tokens of LongPPL, found once for all designs: the first of them to ask finds and keeps them."""
+        """LongPPL's key tokens, the same for all designs: the first worker that needs them writes them to a file."""
         path = self._path(f"real-{job.tier}-{job.corpus}-keys")
         plan = self.plan.bound
         if not path.exists():
@@ -280,13 +280,13 @@ class Study:
         return held["keys"]
 
     def _remove(self, folder: Path) -> None:
-        """The run, or with `keep_weights` all of it but its checkpoints."""
+        """Remove the run, or with `keep_weights` only its checkpoints."""
         for doomed in folder.glob("runs/*/checkpoints") if self.keep_weights else [folder]:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
 def main(text: str) -> None:
-    """One job, in a process of its own."""
+    """Complete one candidate, given as JSON on the command line of a worker process."""
     end_with_scheduler()
     plan, given, job = json.loads(text)
     out, data = Path(given["out"]), Path(given["data"])

@@ -25,14 +25,15 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def running_now(logs: Path) -> int:
-    """How many processes use the device now, by the schedulers with these logs; at least 1."""
-    counts = [int(file.read_text() or 1) for file in logs.glob("running-*") if _alive(int(file.name.split("-")[1]))]
+    """How many training processes share the device now: the sum over schedulers with these logs, at least 1."""
+    counts = [int(file.read_text() or 1) for file in logs.glob("running-*") if _alive(file)]
     return max(sum(counts), 1)
 
 
-def _alive(process: int) -> bool:
+def _alive(counter: Path) -> bool:
+    """Whether the scheduler that writes the file `running-PID` still runs."""
     try:
-        os.kill(process, 0)
+        os.kill(int(counter.name.split("-")[1]), 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # somebody else's
@@ -42,12 +43,12 @@ def _alive(process: int) -> bool:
 
 @dataclass
 class Task:
-    """A command, its expected seconds alone on the device (None: unknown), and those in which others use the device."""
+    """A command, and how long it is expected to take."""
 
     name: str
     command: list[str]
-    seconds: float | None = None
-    apart: float = 0.0
+    seconds: float | None = None  # on the device, if it runs alone; None: unknown
+    overlapped: float = 0.0  # further seconds off the device, in which other tasks use it
     process: subprocess.Popen | None = field(default=None, repr=False)
     log: IO | None = field(default=None, repr=False)
     begun: float = 0.0
@@ -55,7 +56,7 @@ class Task:
 
 
 class Scheduler:
-    """Runs tasks; afterwards `failed` and `left` list those that failed and those without time."""
+    """Runs tasks; afterwards `done`, `failed` and `left` (not finished) hold their names."""
 
     def __init__(self, tasks: Sequence[Task], parallel: int, logs: Path, seconds: float | None = None):
         self.waiting, self.parallel, self.logs = list(tasks), parallel, logs
@@ -68,8 +69,11 @@ class Scheduler:
         self._counter = logs / f"running-{os.getpid()}"
 
     def run(self) -> None:
-        """Run until everything is done or time is up; leaves no process behind."""
+        """Run until all tasks have ended or time is up, then stop the processes that still run."""
         self.logs.mkdir(parents=True, exist_ok=True)
+        for counter in self.logs.glob("running-*"):
+            if not _alive(counter):  # its scheduler was killed
+                counter.unlink(missing_ok=True)
         ended = [signal.SIGTERM, *unless_ignored(signal.SIGHUP, signal.SIGINT)]
         handlers = {number: signal.signal(number, _interrupt) for number in ended}
         try:
@@ -101,7 +105,7 @@ class Scheduler:
         while len(self.running) < self.parallel:
             task = next(filter(self._fits, self.waiting), None)
             if task is None and self.waiting and not (self.running or self.done or self.failed):
-                task = self.waiting[0]  # it will save a checkpoint, and the next call resumes
+                task = self.waiting[0]  # none fits in the time: the first gets as far as it can and saves a checkpoint
             if task is None:
                 return
             self._begin(task)
@@ -119,14 +123,14 @@ class Scheduler:
         tell(f"started {task.name} ({len(self.done)} of {self.total} done)")
 
     def _fits(self, task: Task) -> bool:
-        """Whether it and all that run now should end in time; tasks of unknown duration are tried."""
+        """Whether this task and all running ones should end in time; tasks of unknown duration always fit."""
         if self.limit is None or task.seconds is None:
             return True
-        work = task.seconds + sum(other.remaining for other in self.running)  # the device does it all, in any order
-        return time.monotonic() + work + task.apart < self.limit
+        work = task.seconds + sum(other.remaining for other in self.running)  # of the device, in whatever order
+        return time.monotonic() + work + task.overlapped < self.limit
 
     def _wait(self, seconds: float) -> None:
-        """Let time pass, of which each running task has its share of the device."""
+        """Sleep, and subtract each running task's equal share of the device from its remaining seconds."""
         time.sleep(seconds)
         for task in self.running:
             task.remaining = max(task.remaining - seconds / len(self.running), 0.0)
@@ -157,7 +161,7 @@ class Scheduler:
                 tell(f"failed {task.name} (exit {code}): {self._last_line(task)}")
 
     def _count(self) -> None:
-        """Tell the jobs how many share the device; they record it."""
+        """Write how many tasks share the device: they read it for their records."""
         self._counter.write_text(str(len(self.running)))
 
     def _last_line(self, task: Task) -> str:

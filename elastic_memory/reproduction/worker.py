@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a worker does, and where."""
+    """The arguments of a worker: exactly one of `model` and `keys` is given."""
 
     tier: str
     out: str
@@ -40,7 +40,7 @@ def end_with_scheduler() -> None:
 
 @contextmanager
 def left_if_in_use() -> Iterator[None]:
-    """Tell the scheduler, by the exit status, that another call works on this job."""
+    """Exit with `IN_USE` if another call holds the lock of this job: the scheduler then counts it as left."""
     from elastic_memory.common.locks import InUseError
     from elastic_memory.reproduction.scheduler import IN_USE
 

@@ -54,15 +54,15 @@ class ProgressBar(TrainerCallback):
             self.bar.start()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Show the step."""
+        """Update the bar; in a log, the first and the last step always get a line."""
         logs = kwargs["logs"]
         if "tokens_per_second" not in logs or not self.bar:
             return
         text = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
-        told = self.bar.told
+        printed_at = self.bar.printed_at
         self.bar.update(self.task, completed=state.global_step, description=f"{self.name}  {text}")
-        if state.global_step in (self.begun + 1, self.steps) and self.bar.told == told:
-            self.bar.tell(self.task)
+        if state.global_step in (self.begun + 1, self.steps) and self.bar.printed_at == printed_at:
+            self.bar.print_line(self.task)
 
     def close(self) -> None:
         """Close the bar, however the run ended."""

@@ -39,7 +39,7 @@ def check(recipe: Recipe, start: StartingModel | None = None) -> None:
             f"model: {config.num_attention_heads} heads do not divide by num_key_value_heads "
             f"{config.num_key_value_heads}"
         )
-    _fits(config, recipe.execution.device, training.lora is not None)
+    _check_memory(config, recipe.execution.device, training.lora is not None)
     if start:
         return
     try:
@@ -49,8 +49,8 @@ def check(recipe: Recipe, start: StartingModel | None = None) -> None:
         raise ValueError(f"model: cannot be built ({type(error).__name__}: {_first_line(error)})") from None
 
 
-def _fits(config: Any, device: str, frozen: bool) -> None:
-    """Refuse a model whose weights and optimizer state exceed the memory of all devices."""
+def _check_memory(config: Any, device: str, frozen: bool) -> None:
+    """Refuse a model whose weights and optimizer state (none if `frozen`) exceed all devices' memory."""
     width = config.num_attention_heads * head_dim(config)
     layer = config.hidden_size * (2 * width + 3 * config.intermediate_size)
     needed = (WEIGHT if frozen else STATE) * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
@@ -58,11 +58,11 @@ def _fits(config: Any, device: str, frozen: bool) -> None:
         each = torch.cuda.get_device_properties(0).total_memory
     else:
         each = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    there = each * int(os.environ.get("WORLD_SIZE", "1"))
-    if needed > there:
+    available = each * int(os.environ.get("WORLD_SIZE", "1"))
+    if needed > available:
         raise ValueError(
-            f"model: weights and optimizer need {needed / 1e9:,.0f} GB or more, {there / 1e9:,.0f} GB are available: "
-            "choose a smaller model or more devices"
+            f"model: weights and optimizer need {needed / 1e9:,.0f} GB or more, "
+            f"{available / 1e9:,.0f} GB are available: choose a smaller model or more devices"
         )
 
 

@@ -20,7 +20,7 @@ def device_name(device: torch.device) -> str:
 
 
 def whole(value: Tensor) -> Tensor:
-    """The full tensor where FSDP has sharded it; all processes must call this."""
+    """The full tensor of one that FSDP has sharded; a collective, so all processes must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

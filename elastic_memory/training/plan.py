@@ -26,8 +26,8 @@ class Measured:
         return self.recipe.built.memory, build_config(self.recipe).local_attention
 
     @cached_property
-    def work(self) -> float:
-        """Floating-point operations per second."""
+    def flops_per_second(self) -> float:
+        """Floating-point operations of a device per second, as `flops_per_token` counts them."""
         return self.tokens_per_second * flops_per_token(build_config(self.recipe), self.recipe.training.length)
 
 
@@ -73,14 +73,14 @@ def make_plan(recipe: Recipe, measured: Iterable[Measured], devices: int, price:
     assumed to grow linearly with the number of devices. `source` names that run.
     """
     config = build_config(recipe)
-    work = flops_per_token(config, recipe.training.length)
+    flops = flops_per_token(config, recipe.training.length)
     parameters = count_parameters(config)
     alike = [run for run in measured if run.kind == (recipe.built.memory, config.local_attention)]
     if not alike:
         source = f"no run with memory {recipe.built.memory} was measured"
         return Plan(recipe, parameters, gigabytes(recipe, config, parameters), None, None, None, source)
-    nearest = min(alike, key=lambda run: abs(run.work / run.tokens_per_second - work))
-    speed = nearest.work / work
+    nearest = min(alike, key=lambda run: abs(run.flops_per_second / run.tokens_per_second - flops))
+    speed = nearest.flops_per_second / flops
     hours = recipe.training.tokens / (speed * devices) / 3600
     return Plan(
         recipe=recipe,

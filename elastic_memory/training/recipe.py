@@ -79,7 +79,7 @@ class Training(Section):
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return max(1, self.tokens // self.batch_tokens)
+        return self.tokens // self.batch_tokens
 
     @property
     def batch(self) -> int:
@@ -93,7 +93,7 @@ class Training(Section):
 
 
 class Stability(Section):
-    """When a step is not applied, and when training restarts from the last good checkpoint (`spikes`)."""
+    """When a step is not applied, and when training restarts from an earlier checkpoint; see `spikes` for the rule."""
 
     sigmas: float = Field(6.0, gt=0, le=10**6)
     window: Count = Field(128, ge=1, le=10**6)
@@ -102,7 +102,7 @@ class Stability(Section):
 
 
 class Execution(Section):
-    """How the machine does it: changes rounding and what is kept, not what is trained."""
+    """How the work is run and saved: these keys may change rounding, but not the model, the data or the optimizer."""
 
     micro_batch: Count = Field(1, ge=1, le=10**6)
     save_every: Count = Field(200, ge=1, le=10**12)
@@ -146,6 +146,11 @@ class Recipe(Section):
                 f"training.batch_tokens: {training.batch_tokens:,}, not a multiple of training.length "
                 f"{training.length:,}"
             )
+        if training.tokens < training.batch_tokens:
+            raise ValueError(
+                f"training.tokens: {training.tokens:,}, less than one step of {training.batch_tokens:,} "
+                "(training.batch_tokens): give more tokens or a smaller step"
+            )
         return self
 
     @property
@@ -161,7 +166,7 @@ class Recipe(Section):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            # a misspelt key is unknown, and the right one is missing: say the former
+            # a misspelt required key gives two errors, "unknown" and "missing": report "unknown"
             first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
         kind, path, value = first["type"], ".".join(map(str, first["loc"])), str(first["input"])[:80]
         if kind == "value_error":

@@ -41,10 +41,10 @@ from elastic_memory.training.trainer import MemoryTrainer, repair_for_weights_on
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """How to treat a run that was started before."""
+    """Whether a run that was started earlier is resumed, and under which conditions."""
 
     allowed: bool = False
-    or_start: bool = False  # start if there is nothing to resume, even if an unfinished run is similar
+    or_start: bool = False  # start if there is nothing to resume, even if an unfinished run differs only in settings
     weights_only: bool = False  # resume from the weights alone if the optimizer state is gone
     new_machine: bool = False  # resume on other devices, micro-batches or versions: same samples, other rounding
 
@@ -113,18 +113,18 @@ class Session:
             torch.set_float32_matmul_precision("high")
 
     def open(self) -> None:
-        """Lock the folder, or refuse before anything is written; the other processes wait."""
+        """Check the run and lock its folder, before anything is written; processes but the main one wait."""
         if is_main():
-            self._take()
-        self.everyone = PartialState(cpu=self.run.recipe.execution.device == "cpu")
-        self.everyone.wait_for_everyone()
+            self._lock_run()
+        self.processes = PartialState(cpu=self.run.recipe.execution.device == "cpu")
+        self.processes.wait_for_everyone()
 
-    def _take(self) -> None:
-        self._settle_threads()
+    def _lock_run(self) -> None:
+        self._choose_threads()
         run, here = self.run, machine(self.run.recipe)
         self.rows.verify_rows()
         if run.exists and not self.resume.allowed:
-            with locked(run.checkpoints / "lock"):  # or say who is training it
+            with locked(run.checkpoints / "lock"):  # if another process trains it, its error names that process
                 last = (checkpoints.steps(run.checkpoints) or [0])[-1]
             raise ValueError(
                 f"{run.folder.name} was already started and is at step {last} of {run.recipe.training.steps}: "
@@ -148,7 +148,7 @@ class Session:
         tokenizer = tokenizer_sha256(self.rows)
         self.facts = {"tokenizer": tokenizer, "sample_order": self.schedule.digest, "machine": here, **environment()}
 
-    def _settle_threads(self) -> None:
+    def _choose_threads(self) -> None:
         """On a CPU: choose the faster number of threads for a new run; keep the run's own to resume exactly."""
         on_cpu = self.run.recipe.execution.device == "cpu" or not torch.cuda.is_available()
         if not on_cpu or "OMP_NUM_THREADS" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -162,7 +162,7 @@ class Session:
             choose_threads(config.hidden_size)
 
     def _refuse_to_start(self) -> None:
-        """If an unfinished run of this name exists, show how it differs: it is probably the one meant."""
+        """Raise because there is nothing to resume; if an unfinished run of this recipe exists, say how it differs."""
         run = self.run
         for folder in sorted(run.folder.parent.glob(f"{run.recipe.name}-*")):
             if not (folder / "run.json").exists() or (folder / "result.json").exists():
@@ -193,7 +193,7 @@ class Session:
             unstable, memory = None, None
             try:
                 trainer.train(resume_from_checkpoint=str(folder) if folder else None)
-                return self._end(trainer)
+                return self._finish(trainer)
             except UnstableError as error:
                 unstable = error.with_traceback(None)
             except RuntimeError as error:
@@ -260,11 +260,12 @@ class Session:
     def _restart(self, error: UnstableError, step: int) -> None:
         """Go back to the last checkpoint before the first bad step, with twice the warm-up."""
         run, past = self.run, self.run.history("restart")
-        self.everyone.wait_for_everyone()  # until all have read the history
+        self.processes.wait_for_everyone()  # the main process adds to the history below
         rule = run.recipe.stability
         if len(past) >= rule.restarts:
             raise StoppedError(
-                f"step {step}: {error.reason}, after {len(past)} restarts; the last good checkpoint is intact"
+                f"step {step}: {error.reason}, after {len(past)} restarts; the last good checkpoint is intact. Start "
+                "a new run with a lower training.learning_rate or a longer training.warmup"
             )
         if is_main():
             bad = [line for line in run.measured() if line["step"] >= error.first]
@@ -275,7 +276,7 @@ class Session:
             warmup = run.recipe.training.warmup_steps * 2 ** (len(past) + 1)
             run.event("restart", step=step, back_to=back_to, warmup=warmup, reason=error.reason, steps=bad)
             tell(f"step {step}: {error.reason}; restarting from step {back_to} with {warmup} steps of warm-up")
-        self.everyone.wait_for_everyone()
+        self.processes.wait_for_everyone()
 
     def _out_of_memory(self, cause: str | None, step: int) -> None:
         """Stop with advice, or continue with half the micro-batch and twice the accumulation: the same global batch."""
@@ -285,7 +286,7 @@ class Session:
             f"out of memory at step {step} with micro-batches of {size} x {length:,} tokens, "
             f"{peak_memory():,} bytes in use at most ({cause})"
         )
-        if execution.on_oom == "stop" or size == 1 or self.everyone.num_processes > 1:
+        if execution.on_oom == "stop" or size == 1 or self.processes.num_processes > 1:
             change = f"micro_batch={size // 2}" if size > 1 else "gradient_checkpointing=true"
             raise StoppedError(
                 f"{text}; checkpoints are untouched. Try --set execution.{change} --resume --new-machine"
@@ -293,7 +294,8 @@ class Session:
         run.event("out of memory", step=step, micro_batch=size // 2, reason=text)
         tell(f"{text}; continuing with micro-batches of {size // 2} and the same global batch")
 
-    def _end(self, trainer: MemoryTrainer) -> dict[str, Any]:
+    def _finish(self, trainer: MemoryTrainer) -> dict[str, Any]:
+        """Write the model and the result; or, if the run was interrupted, exit with its exit code."""
         run = self.run
         if trainer.state.global_step < run.recipe.training.steps:
             if is_main():
@@ -310,7 +312,7 @@ class Session:
             write_json(run.result, result)
             run.event("finished", step=result["steps"])
             tell(f"{run.folder.name}: finished, loss {result['final_loss']:.4f}; the model is in {run.model}")
-        self.everyone.wait_for_everyone()
+        self.processes.wait_for_everyone()
         return result
 
     def _write_model(self, network: Any, state: Any, result: dict[str, Any]) -> None:

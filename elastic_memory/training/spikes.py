@@ -56,8 +56,8 @@ class Watch:
         return None
 
     @property
-    def hopeless(self) -> bool:
-        """Whether so many steps in a row were bad that training must restart."""
+    def must_restart(self) -> bool:
+        """Whether `patience` steps in a row were not applied."""
         return self.bad_in_a_row >= self.rule.patience
 
 

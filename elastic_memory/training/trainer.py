@@ -103,7 +103,7 @@ class MemoryTrainer(Trainer):
         interrupts: Interrupts,
     ) -> None:
         self.run, self.schedule, self.watch, self.restarts = run, schedule, watch, restarts
-        self.network = model  # not wrapped
+        self.network = model  # not wrapped by accelerate
         self.interrupts = interrupts
         self.skipped: str | None = None
         self.captured: Any = None
@@ -118,7 +118,7 @@ class MemoryTrainer(Trainer):
             model=model,
             args=args,
             train_dataset=self.batches,
-            data_collator=_as_it_is,
+            data_collator=_unchanged,
             callbacks=[SaveAndStop(run.recipe, interrupts, watch), self.progress],
         )
         self.remove_callback(PrinterCallback)
@@ -138,7 +138,7 @@ class MemoryTrainer(Trainer):
     # -- which samples
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The micro-batches of one step; an error unless they are the scheduled samples of this step and device."""
+        """The micro-batches of one step; raises unless they hold the samples scheduled for this step and device."""
         begin = time.perf_counter()
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.measures.data_seconds = time.perf_counter() - begin
@@ -175,7 +175,7 @@ class MemoryTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            # the checkpoint's rates may predate a restart, or be missing (--weights-only)
+            # the checkpoint's learning rates may be from before a restart, or missing (--weights-only)
             rates, step = self.rates, self.state.global_step
             rates.last_epoch = step
             rates._last_lr = [base * rates.lr_lambdas[0](step) for base in rates.base_lrs]
@@ -183,9 +183,9 @@ class MemoryTrainer(Trainer):
                 group["lr"] = rate
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        strangers = {*load_result.missing_keys} - {*self.network.all_tied_weights_keys} | {*load_result.unexpected_keys}
-        if strangers:
-            raise ValueError(f"the checkpoint is of another model: {', '.join(sorted(strangers)[:4])}")
+        differing = {*load_result.missing_keys} - {*self.network.all_tied_weights_keys} | {*load_result.unexpected_keys}
+        if differing:
+            raise ValueError(f"the checkpoint is of another model, which differs in {', '.join(sorted(differing)[:4])}")
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-batch, as a CUDA graph where possible."""
@@ -204,14 +204,14 @@ class MemoryTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """Clip; if the step must not be applied, drop its gradients, so that the optimizer changes nothing."""
+        """Clip gradients and judge the step; drop them if it must not be applied: the optimizer then does nothing."""
         norm = whole(super()._clip_grad_norm(model))
         mine = torch.stack([self.measures.loss.float(), norm.new_tensor(float(self.interrupts.pending)).float()])
         loss, stop = (self.accelerator.reduce(mine, "sum") / self.args.world_size).tolist()
         self.interrupts.agreed = stop > 0
         self.measures.step_loss, self.measures.gradient_norm = loss, float(norm)
         self.skipped = self.watch.judge(loss, float(norm))
-        if self.watch.hopeless:
+        if self.watch.must_restart:
             first = self.state.global_step + 2 - self.watch.bad_in_a_row
             count = self.watch.bad_in_a_row
             raise UnstableError(first, f"{count} steps in a row not applied, the last because of {self.skipped}")
@@ -267,7 +267,7 @@ class MemoryTrainer(Trainer):
         return not self.accelerator.reduce(strange.float(), "sum").item()
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 

@@ -21,7 +21,7 @@ def test_copies_are_at_their_distance(distance):
 
 
 def test_a_distance_at_which_copies_meet_copies_is_refused():
-    with pytest.raises(ValueError, match=r"distance 96: .* choose another"):
+    with pytest.raises(ValueError, match=r"distance 96: .* choose a distance"):
         with_copies(torch.arange(1000), 96, 8)
 
 

@@ -159,7 +159,7 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(place, elastic, tmp_path, 
         (["none", "--data", "rows", "--sampling", "uniform"], "no memory"),
         (["other", "--data", "rows", "--sampling", "uniform"], "no memory"),
         (["elastic", "--data", "rows", "--sampling", "unifrom"], "uniform"),
-        (["none", "--data", "rows", "--metric", "reconstruction"], "say which orders"),
+        (["none", "--data", "rows", "--metric", "reconstruction"], "give the orders to reconstruct"),
         ([*LONGPPL, "--trunc-len", "128"], "trunc_len = 128"),
     ],
 )  # fmt: skip
@@ -210,7 +210,7 @@ def test_numbers_are_whole_in_80_columns(place, elastic, monkeypatch, tmp_path, 
 
 @pytest.mark.parametrize("metric", ["ppl", "longppl", "reconstruction", "spectrum", "recall"])
 def test_every_metric_tells_how_far_it_is(place, metric):
-    from elastic_memory.evaluation.metrics import Evaluation, evaluate, work
+    from elastic_memory.evaluation.metrics import Evaluation, evaluate, progress_total
 
     told = []
     task = Evaluation(
@@ -223,7 +223,7 @@ def test_every_metric_tells_how_far_it_is(place, metric):
         recall_steps=2,
     )
     evaluate(task, [metric], lambda name, count: told.append((name, count)))
-    assert sum(count for _, count in told) == work(task, metric)
+    assert sum(count for _, count in told) == progress_total(task, metric)
     assert len(told) > 2
 
 

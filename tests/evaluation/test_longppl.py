@@ -103,7 +103,7 @@ def test_key_tokens_are_computed_once(small_tokenizer, large_tokenizer, tmp_path
     (file,) = tmp_path.iterdir()
     assert {"text", "weights", "reference", "alpha", "keys"} <= set(json.loads(file.read_text()))
 
-    monkeypatch.setattr(KeyTokens, "_computed", None)  # a second search would fail
+    monkeypatch.setattr(KeyTokens, "_search", None)  # a second search would fail
     assert longppl(*arguments, **settings) == first
     with pytest.raises(TypeError):
         longppl(*arguments, **{**settings, "alpha": 0.6})
@@ -136,9 +136,9 @@ def test_texts_that_are_too_short_are_refused(small_tokenizer, large_tokenizer):
         longppl(MODEL, small_tokenizer, [TEXT[:900]], REFERENCE, large_tokenizer)
     with pytest.raises(ValueError, match="reference_tokenizer"):
         longppl(REFERENCE, None, [torch.full((90,), 699)], MODEL, trunc_len=10)
-    with pytest.raises(ValueError, match="tokenizer is needed"):
+    with pytest.raises(ValueError, match="tokenizer: pass it as tokenizer"):
         longppl(MODEL, None, [TEXT[:900]], REFERENCE)
-    with pytest.raises(ValueError, match="sliding_window 0"):
+    with pytest.raises(ValueError, match="sliding_window=0"):
         longppl(MODEL, None, [torch.zeros(9)], MODEL, sliding_window=0)
 
 

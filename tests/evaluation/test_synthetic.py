@@ -43,7 +43,7 @@ def test_gaps_of_mqar_follow_the_power_law():
 
 def test_what_does_not_fit_is_refused():
     for pairs, length, vocabulary in ((3, 10, 99), (2, 9, 99), (2, 64, 64)):
-        with pytest.raises(ValueError, match=f"{pairs} pairs in rows of {length} tokens out of {vocabulary}"):
+        with pytest.raises(ValueError, match=f"{pairs} pairs in rows of {length} tokens, vocabulary {vocabulary}"):
             mqar.examples(1, length, pairs, vocabulary, np.random.default_rng(0))
     with pytest.raises(ValueError, match="MQAR needs more tokens"):
         mqar.sizes(small_model(block_size=64))

@@ -67,7 +67,8 @@ def test_a_memory_file_holds_all_that_was_read_and_written(read, checkpoint, tmp
         ([], "nothing to continue"),
         (["--prompt", "x", "--keep"], "--keep without --memory"),
         (["--prompt", "x", "--memory", "new"], "nothing would be kept in new"),
-        (["--prompt", "x", "--memory", "new", "--tokens", 0], "nothing would be kept in new"),
+        (["--prompt", "x", "--memory", "new", "--tokens", 0], "--tokens 0 only reads into --memory: give it, and"),
+        (["--prompt", "x", "--tokens", 0], "--tokens 0 only reads into --memory: give it, and"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "x", "--tokens", -1], "--tokens -1: give 0 or more"),
         (["--prompt", "x", "--temperature", "nan"], "--temperature nan: give 0 or more"),
@@ -82,6 +83,14 @@ def test_bad_input(arguments, message, checkpoint, tmp_path, monkeypatch):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         generate(checkpoint, *arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_generating_nothing_from_a_memory_file_is_refused(checkpoint, tmp_path):
+    memory = ("--memory", tmp_path / "memory", "--tokens", 0)
+    generate(checkpoint, "--prompt", "a book", "--keep", *memory)
+    for more in ((), ("--keep",), ("--prompt", "x")):
+        with pytest.raises(ValueError, match="--tokens 0 only reads into --memory"):
+            generate(checkpoint, *memory, *more)
 
 
 def test_texts_and_memory_files_that_are_none(checkpoint, tmp_path):

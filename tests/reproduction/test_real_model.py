@@ -148,7 +148,7 @@ def test_by_command(pretrained, rows, tmp_path):
     plan, job = table.PLANS["smoke"], table.jobs("smoke", 1, ("proofs",), some)[-1]
     other = Study(replace(plan, execution={"micro_batch": 2}), out, rows, str(pretrained))
     assert other.record(job) == run  # how the work fits a device does not matter to what was measured
-    assert other.expected([job], None) == pytest.approx(sum(run["seconds"].values()))
+    assert other.expected_seconds([job], None) == pytest.approx(sum(run["seconds"].values()))
     with pytest.raises(ValueError, match="record of another plan or design"):
         Study(replace(plan, rows=7), out, rows, str(pretrained)).record(job)
     found = json.loads((out / "runs" / "real-smoke-proofs-keys.json").read_text())

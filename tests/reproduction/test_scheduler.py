@@ -143,7 +143,7 @@ def test_jobs_of_all_calls_in_a_folder_share_the_device(tmp_path):
     read += "Path(sys.argv[2]).write_text(str(running_now(Path(sys.argv[1]))))"
     Scheduler([Task("one", [sys.executable, "-c", read, str(logs), str(tmp_path / "seen")])], 1, logs).run()
     assert (tmp_path / "seen").read_text() == "3"
-    assert running_now(logs) == 2 and not (logs / f"running-{os.getpid()}").exists()
+    assert running_now(logs) == 2 and [path.name for path in logs.glob("running-*")] == [f"running-{os.getppid()}"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -242,21 +242,21 @@ def test_key_tokens_on_record_need_no_reference(data, tmp_path, monkeypatch):
     shutil.rmtree(reference)
     model = Trained(memory="none", seed=42)
     gone = Lab("smoke", tmp_path, data, reference.name)
-    gone.require(["proofs"], longppl=True)
+    gone.check_inputs(["proofs"], longppl=True)
     gone.complete(model, [("longppl", lab.Conditions())])
     measured = gone.record(model).find("longppl", asdict(lab.Conditions()))
     assert measured and measured["metrics"]["longppl"]["key_tokens"] > 0
     unnamed = Lab("smoke", tmp_path, data)
     assert unnamed.reference == reference.name, "without --reference it is the one on record"
-    unnamed.require(["proofs"], longppl=True)
+    unnamed.check_inputs(["proofs"], longppl=True)
     with pytest.raises(FileNotFoundError, match=r"needs a reference model.*--reference"):
-        unnamed.require(["proofs", "books"], longppl=True)
+        unnamed.check_inputs(["proofs", "books"], longppl=True)
     with pytest.raises(ValueError, match="key tokens of another reference: remove it"):
         Lab("smoke", tmp_path, data, "another").known_keys("proofs")
     record = tmp_path / "runs" / "smoke-proofs-keys.json"
     record.write_text(record.read_text().replace('"trunc_len": 16', '"trunc_len": 15'))
     with pytest.raises(ValueError, match="key tokens of another settings"):
-        gone.require(["proofs"], longppl=True)
+        gone.check_inputs(["proofs"], longppl=True)
 
 
 def test_of_two_that_find_key_tokens_at_once_the_first_decides(data, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from .conftest import QUICK, RECIPES
 BAD = {
     "training.tokens=1e18": "training.tokens: '1000000000000000000', expected less than or equal to 1000000000000000",
     "training.tokens=1e14": "at most 200,000,000 are possible",
+    "training.tokens=100": "training.tokens: 100, less than one step of 512 (training.batch_tokens): give more tokens",
     "training.batch_tokens=1e15": "training.batch_tokens",
     "training.length=1e12": "training.length",
     "training.seed=-1": "training.seed: '-1', expected greater than or equal to 0",

@@ -26,7 +26,7 @@ def test_non_finite_numbers_never_count_and_leave_no_trace(history, bad, in_grad
 
 
 @given(st.lists(losses, min_size=4, max_size=60))
-def test_a_spike_is_refused_and_three_in_a_row_are_hopeless(history):
+def test_a_spike_is_refused_and_three_in_a_row_restart(history):
     watch = Watch(RULE)
     for loss in history:
         watch.judge(loss, 1.0)
@@ -36,7 +36,7 @@ def test_a_spike_is_refused_and_three_in_a_row_are_hopeless(history):
     watch.applied.pop()
     for count in (1, 2, 3):
         assert "loss spike" in str(watch.judge(10 * mean + 6.1 * spread, 1.0))
-        assert watch.hopeless == (count == 3)
+        assert watch.must_restart == (count == 3)
     watch.judge(mean, 1.0)
     assert watch.bad_in_a_row == 0
 

@@ -131,12 +131,12 @@ def run(
 
 
 def status(tier: str, out: Path) -> list[str]:
-    """Its line of `elastic reproduce status`."""
+    """This table's line in `elastic reproduce status`."""
     study = Study(PLANS[tier], out, Path("DATA"), None)
     every = jobs(tier, len(SEEDS), CORPORA, list(DESIGNS))
     missing = [job for job in every if study.record(job) is None]
     first = sum(job.seed == SEEDS[0] for job in missing)
-    seconds = study.expected(every, SECONDS[tier])
+    seconds = study.expected_seconds(every, SECONDS[tier])
     minutes = _text(seconds and len(missing) * seconds / 60, ".0f")
     return ["real-model", *map(str, (len(every), len(missing), first, len(missing) - first)), minutes]
 
@@ -239,7 +239,7 @@ def _row(corpus: str, name: str, runs: dict[str, dict[int, dict[str, Any]]], pla
 
 
 def _sum(record: dict[str, Any], key: str) -> int | None:
-    """Over the layers with memory; None for the untouched model."""
+    """The sum over layers with memory; None for the untouched model."""
     return None if "untrained" in record["job"]["settings"] else sum(line[key] for line in record["memory"])
 
 
@@ -250,11 +250,11 @@ def _long(record: dict[str, Any]) -> float | None:
 
 
 def _recall(record: dict[str, Any], distance: int) -> float | None:
-    """None in records from before it was measured."""
+    """Recall in nats per token; None in older records."""
     return recall_of(record["recall"][str(distance)]) if "recall" in record else None
 
 
 def _mean(values: Any) -> Any:
-    """None if one of them is missing."""
+    """The mean; None if a value is missing."""
     held = list(values)
     return None if None in held else sum(held) / len(held)

@@ -67,7 +67,7 @@ class RecallRun:
 
     @property
     def name(self) -> str:
-        """Of its record."""
+        """The name of its record."""
         row = self.row.lower().replace(", ", "-").replace(" ", "-")
         return f"recall-{self.tier}-{self.task}-{row}-seed{self.seed}"
 
@@ -102,7 +102,7 @@ def run(
 
 
 def read(out: Path, job: RecallRun) -> dict[str, Any] | None:
-    """The record of a job; None if it is still to do."""
+    """The record of a run; None if it was not made yet."""
     path = out / "runs" / f"{job.name}.json"
     if not path.exists():
         return None
@@ -122,12 +122,11 @@ def _complete_all(jobs: Sequence[RecallRun], out: Path, minutes: float | None, p
     tasks = [Task(job.name, [sys.executable, "-m", __name__, json.dumps([asdict(job), str(out)])]) for job in jobs]
     scheduler = Scheduler(tasks, parallel, out / "work" / "logs", None if minutes is None else 60 * minutes)
     scheduler.run()
-    tell(f"{len(scheduler.done)} done, {len(scheduler.failed)} failed, {len(scheduler.left)} left")
     return not scheduler.failed
 
 
 def complete(job: RecallRun, out: Path) -> None:
-    """Train a model, ask it at every distance in each of its readings, and write the record."""
+    """Train a model, measure its recall at every distance, with the memory enlarged too, and write the record."""
     plan, begun, device = PLANS[job.tier], time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
     memory, losses, answers = plan["rows"][job.row], [], []
     model = build(memory, plan["model"], job.seed).to(device)
@@ -142,7 +141,7 @@ def complete(job: RecallRun, out: Path) -> None:
             model, job.task, TRAINED, plan["steps"], rows=plan["batch"], learning_rate=3e-3, seed=job.seed,
             report=report,
         )  # fmt: skip
-        for name in _readings(model, job.row, memory["memory"]):
+        for name in _memory_sizes(model, job.row, memory["memory"]):
             progress.reset(bar, description=f"asking {job.task}: {name}", unit="distances")
             for distance in progress.track(DISTANCES, task_id=bar):
                 (result,) = recall(model, job.task, [distance], samples=plan["samples"])
@@ -159,19 +158,19 @@ def complete(job: RecallRun, out: Path) -> None:
     write_json(out / "runs" / f"{job.name}.json", record)
 
 
-def _readings(model: Any, row: str, memory: str) -> Iterator[str]:
-    """As trained; and, if order and points can be changed, with both multiplied by `GROWN`."""
+def _memory_sizes(model: Any, row: str, memory: str) -> Iterator[str]:
+    """Set the model's memory to each size and yield its name: as trained and, if it can be changed, `GROWN` times."""
     yield row
     if MEMORIES[memory].has_option("points"):
         try:
             model.set_retrieval(order=GROWN * model.config.memory_order, points=GROWN * model.config.memory_points)
-        except ValueError:  # some settle their order when they are built
+        except ValueError:  # some memories fix their order when they are built
             return
         yield f"{row}, {GROWN}x at test time"
 
 
 def _floats(model: Any) -> int | None:
-    """Of the state of one row; None where it grows with the text."""
+    """Floats of state for one text; None if the state grows with the text."""
     if model.config.local_attention == "full":
         return None
     return sum(layer["state_floats"] for layer in model.memory_report())
