@@ -16,7 +16,7 @@ LENGTHS = {2048: "2k", 4096: "4k", 32768: "32k", 262144: "256k", 1048576: "1M"}
 def benchmark_records(root: Path, what: str) -> list[Path]:
     """All records of a benchmark, the newest last."""
     folder = root / "benchmarks" / "results"
-    paths = sorted(folder.glob(f"{what}-*.json"), key=lambda path: path.stem[-10:])
+    paths = sorted(folder.glob(f"{what}-*.json"), key=lambda path: (path.stem[-10:], path.name))
     if not paths:
         raise FileNotFoundError(f"{folder} has no {what}-*.json: run the benchmark first")
     return paths

@@ -15,15 +15,14 @@ RIVAL = "wider window"
 
 NOTE = (
     "{model}, {corpus}, sliding attention over {window:,} tokens in all layers, a memory of order {order:,} in layer "
-    "{layer}. {start} Only the attention of that layer and the memory are trained, on {tokens:,} tokens in rows of "
+    "{layer}. All designs start from the model fine-tuned on {adapted:,} tokens under that window, without memory. "
+    "Only the attention of that layer and the memory are trained, on {tokens:,} tokens in rows of "
     "{length:,}; {rows} test rows of {twice:,}. The first window is a control: memory is empty there. Differences are "
     "in perplexity beyond the window, with 95% intervals over documents. If a design has several seeds, perplexities "
     "are means over them, and the difference of each seed follows; seeds train on different rows. {recall}LongPPL: "
     "{keys:,} key tokens, found by the untouched model. Not a table of the paper. Measured on {hardware}, torch "
     "{torch}, commit {commit}."
 )
-ADAPTED = "All designs start from the model fine-tuned on {tokens:,} tokens under that window, without memory."
-UNTOUCHED = "All designs start from the untouched model."
 RECALL = (
     "Recall: how much likelier, in nats per token, a repeated span of {span} tokens is than the same span in another "
     "text, where it is new, by the distance to its first occurrence; {copy_rows} rows. "
@@ -56,9 +55,9 @@ def summary(root: Path) -> str:
 
 
 def tables(root: Path) -> str:
-    """One table per record, the newest record first, the best design on top."""
+    """One table per record with a fine-tuned trunk, the newest first; the best design on top."""
     records = [json.loads(path.read_text()) for path in reversed(benchmark_records(root, "frozen-trunk"))]
-    return "\n".join(_table(record).markdown() for record in records)
+    return "\n".join(_table(record).markdown() for record in records if record["plan"].get("adapted"))
 
 
 def _table(record: dict[str, Any]) -> Table:
@@ -128,11 +127,10 @@ def _facts(record: dict[str, Any]) -> dict[str, Any]:
     plan = record["plan"]
     environments = [run["environment"] for runs in record["runs"].values() for run in runs.values()]
     every = {name: ", ".join(sorted({one[name] for one in environments})) for name in ("hardware", "torch", "commit")}
-    adapted = plan.get("adapted")
     return plan | every | {
         "model": plan["model"].removesuffix(".gguf"),
         "corpus": record["data"]["corpus"],
-        "start": ADAPTED.format(**adapted) if adapted else UNTOUCHED,
+        "adapted": plan["adapted"]["tokens"],
         "recall": RECALL.format(**plan) if _distances(record) else "",
         "tokens": plan["steps"] * plan.get("batch", 1) * plan["length"],
         "twice": 2 * plan["length"],
