@@ -282,8 +282,10 @@ def test_what_the_page_on_attaching_says_of_designs_is_on_record():
     from elastic_memory.reproduction.real_measures import difference, recall_of
 
     for path in benchmark_records(ROOT, "frozen-trunk"):
-        runs = json.loads(path.read_text())["runs"]
-        gains = {}
+        record = json.loads(path.read_text())
+        if not record["plan"].get("adapted"):
+            continue
+        runs, gains = record["runs"], {}
         for design in runs.keys() - {"no memory"}:
             seeds = runs[design].keys() & runs["no memory"].keys()
             pairs = [[runs[name][seed]["documents"] for seed in sorted(seeds)] for name in (design, "no memory")]
@@ -291,7 +293,6 @@ def test_what_the_page_on_attaching_says_of_designs_is_on_record():
         window, means, cells = (gains[name] for name in ("wider window", "key-value means", "elastic cells"))
         assert window == max(gains.values()) and window > means > cells
         assert all(gain < 0.005 for design, gain in gains.items() if design.startswith("elastic"))
-        assert gains.get("outliers", -1) < 0
         assert "half window half elastic" not in gains or means < gains["half window half elastic"] < window
         if "cpu" not in path.name:
             assert 0.4 < means / window < 0.6 and set(map(len, runs.values())) == {3}

@@ -155,9 +155,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.locality = locality
-        self.window = (
-            locality.window + memory.widens if locality.sliding else None
-        )  # tokens that a token sees; None: its block
+        # Tokens that a token sees; None: its block.
+        self.window = locality.window + memory.widens if locality.sliding else None
         self._holders = [part for part in memory.modules() if list(part.parameters(recurse=False))]
 
     @property
