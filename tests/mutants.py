@@ -238,7 +238,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("query.new_full((1,), 1 / scale)", "query.new_ones(1)", "written_out"),
     ],
     ("elastic_memory/model/decoder_layer.py", "tests/memory/test_silent.py"): [
-        ("own = None if mask is None else mask[..., columns:]", "own = None", "heard"),
+        ("own = None if mask is None else mask[..., columns:]", "own = None", "streams_hear"),
         ("return mixed if self.memory.blend is None else", "return mixed if True else", "heard"),
     ],
     ("elastic_memory/model/all_blocks.py", "tests/fast/test_windows.py"): [
