@@ -40,8 +40,7 @@ VERDICT = "Here no memory is as good as the wider window.\n"
 
 def summary(root: Path) -> str:
     """The README's paragraph about the newest record."""
-    path = benchmark_records(root, "frozen-trunk")[-1]
-    record = json.loads(path.read_text())
+    path, record = _records(root)[-1]
     lower = {
         design: -_difference(record, design, BASE)[0]
         for design in record["runs"]
@@ -55,9 +54,14 @@ def summary(root: Path) -> str:
 
 
 def tables(root: Path) -> str:
-    """One table per record with a fine-tuned trunk, the newest first; the best design on top."""
-    records = [json.loads(path.read_text()) for path in reversed(benchmark_records(root, "frozen-trunk"))]
-    return "\n".join(_table(record).markdown() for record in records if record["plan"].get("adapted"))
+    """One table per record, the newest first; the best design on top."""
+    return "\n".join(_table(record).markdown() for _, record in reversed(_records(root)))
+
+
+def _records(root: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Those whose designs start from a trunk that was fine-tuned under the window, the newest last."""
+    found = [(path, json.loads(path.read_text())) for path in benchmark_records(root, "frozen-trunk")]
+    return [(path, record) for path, record in found if record["plan"].get("adapted")]
 
 
 def _table(record: dict[str, Any]) -> Table:
