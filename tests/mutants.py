@@ -259,6 +259,13 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("_similarity(key, slots.key[:, :, self.sinks :])", "_similarity(key, slots.key)", "oracle"),
         ("gate = gate.scatter(2, index, 0)", "pass", "oracle"),
     ],
+    ("elastic_memory/memory/merged.py", "tests/memory/test_merged.py"): [
+        ("if order < 1 or rounds < 1 or distance < 0:", "if False:", "refused"),
+        ("-self.distance", "0", "distance"),
+        ("count.log()", "0 * count", "without_loss"),
+        ("distance / (1 / count + 1 / count.mT)", "distance", "oracle"),
+        ("torch.where(distance < ROUNDING * lengths, 0, distance)", "distance", "rounding"),
+    ],
     ("elastic_memory/memory/clock.py", "tests/memory/test_clock.py"): [
         ("if not 1 <= shortest <= longest:", "if False:", "refused"),
         ("max(start - max(self.windows) - 1, 0)", "max(start - min(self.windows) - 1, 0)", "stop_changing"),

@@ -18,6 +18,7 @@ from elastic_memory.memory.infini import InfiniMemory
 from elastic_memory.memory.means import MeansMemory
 from elastic_memory.memory.melodi import MelodiMemory
 from elastic_memory.memory.memorizing import MemorizingMemory
+from elastic_memory.memory.merged import MergedMemory
 from elastic_memory.memory.none import NoMemory
 from elastic_memory.memory.outliers import OutliersMemory
 from elastic_memory.memory.recent import RecentMemory
@@ -32,6 +33,7 @@ MEMORIES: dict[str, type[Memory]] = {
     "sampled": SampledMemory,
     "recent": RecentMemory,
     "means": MeansMemory,
+    "merged": MergedMemory,
     "clock": ClockMemory,
     "dyadic": DyadicMemory,
     "outliers": OutliersMemory,

@@ -120,7 +120,8 @@ class Memory(nn.Module):
 
     info: ClassVar[MemoryInfo] = MemoryInfo()
     shares_softmax: bool = False  # the reading is (key, value): further columns in the block's own softmax
-    adds_score: bool = False  # the reading is (key, value, score): [batch, 1, column, 1], added to attention's scores
+    # The reading is (key, value, score), with scores [batch, 1 or kv_head, column, 1] added to those of attention.
+    adds_score: bool = False
     raw_queries: bool = False  # its columns are scored with queries before rotary positions
     reads_start: bool = False  # block 0 reads the empty state
     reach: int | None = None  # tokens before a block that can influence it; None: the whole history

@@ -68,7 +68,7 @@ def views(model: Any, ids: Int[Tensor, " token"], block: int) -> list[LayerView]
                 query, key, _ = (x[0].float() for x in layer.self_attn.project(layer.input_layernorm(entering[index])))
                 reading = cache.streams[index].reading
                 columns = reading[0][0].float() if reading else key[:, :0]
-                added = reading[2][0, :, :, 0].float() if reading and layer.memory.adds_score else 0.0
+                added = reading[2][0, :, :, 0].float() if reading and layer.memory.adds_score else key.new_zeros(1, 1)
                 heads = attention(layer, rope, query, key, history[index], columns, added)
                 weights = heads[..., : columns.shape[1]]
                 found[index].shares += weights.sum(-1).mean(0).tolist()
@@ -102,7 +102,7 @@ def attention(
     key: RowHeads,
     before: list[RowHeads],
     columns: Float[Tensor, "kv_head column dim"],
-    added: Float[Tensor, "1 column"] | float = 0.0,
+    added: Float[Tensor, "#kv_head #column"],
 ) -> Float[Tensor, "head token all"]:
     """Softmax weights of a block's tokens on the memory tokens, then on the block; with a window, also on `before`.
 
@@ -118,6 +118,7 @@ def attention(
     rotated, groups = rope(query[None], positions)[0], len(query) // len(known)
     memory_query = query if layer.memory.raw_queries else rotated
     of_memory, of_block = (x.repeat_interleave(groups, dim=0).mT * layer.self_attn.scaling for x in (columns, known))
+    added = added.repeat_interleave(len(query) // len(added), dim=0)[:, None]
     scores = torch.cat((memory_query @ of_memory + added, rotated @ of_block), dim=2)
     visible = window_mask(tokens, known.shape[1] - tokens, layer.window or tokens, query.device, columns.shape[1])
     scores = scores.masked_fill(~visible, -torch.inf)

@@ -36,6 +36,7 @@ VARIANTS = {
     "sampled": [dict(query="raw", mass=True)],
     "recent": [dict(share=0.2)],
     "means": [dict(sinks=0, query="raw")],
+    "merged": [dict(distance=11, rounds=1), dict(rounds=3, silent=True)],
     "clock": [
         dict(shortest=3, longest=14, query="raw"),
         dict(shortest=3, longest=14, rate="learned"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import elastic_memory as em
+from elastic_memory.memory import MEMORIES
 
 MULTIPLES = (1, 2, 4, 8, 16)
 MELODI = dict(zip(MULTIPLES, (1_519_560, 3_087_720, 6_369_840, 13_517_280, 30_144_960), strict=True))
@@ -42,6 +43,11 @@ def test_means_carries_two_lengths_of_each_slot_besides(multiple):
 
 
 @pytest.mark.parametrize("multiple", MULTIPLES)
+def test_merged_carries_the_number_of_tokens_of_each_slot_besides(multiple):
+    assert totals("merged", multiple) == ([8], 777_600 * multiple, 781_920 * multiple, 0, BASE)
+
+
+@pytest.mark.parametrize("multiple", MULTIPLES)
 def test_outliers_carries_the_novelty_of_each_raw_token_besides(multiple):
     assert totals("outliers", multiple) == ([8], 777_600 * multiple, 779_760 * multiple, 0, BASE)
 
@@ -58,9 +64,7 @@ def test_infini_and_none():
 
 
 @pytest.mark.parametrize(("size", "floats"), [("200m", 1_166_400), ("400m", 1_555_200)])
-@pytest.mark.parametrize(
-    "memory", ["elastic", "memorizing", "infini", "melodi", "sampled", "recent", "means", "clock", "dyadic", "outliers"]
-)
+@pytest.mark.parametrize("memory", [name for name in MEMORIES if name != "none"])
 def test_all_have_the_same_memory_at_every_size(memory, size, floats):
     assert totals(memory, size=size)[1] == floats
 

@@ -54,6 +54,7 @@ def test_which_memories_join():
         "melodi",
         "sampled",
         "means",
+        "merged",
         "clock",
         "dyadic",
         "outliers",
