@@ -122,7 +122,7 @@ def with_score(
     query: Float[Tensor, "batch head query dim"],
     key: Float[Tensor, "batch kv_head column dim"],
     scale: float,
-    score: Float[Tensor, "batch #kv_head column 1"],
+    score: Float[Tensor, "batch _ column 1"],
 ) -> tuple[Tensor, Tensor]:
     """Query and key with one more feature, whose product adds `score` to attention's scores without a mask."""
     asking = query.new_full((1,), 1 / scale).expand(*query.shape[:3], 1)

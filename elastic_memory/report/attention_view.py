@@ -102,7 +102,7 @@ def attention(
     key: RowHeads,
     before: list[RowHeads],
     columns: Float[Tensor, "kv_head column dim"],
-    added: Float[Tensor, "#kv_head #column"],
+    added: Float[Tensor, "_ _"],
 ) -> Float[Tensor, "head token all"]:
     """Softmax weights of a block's tokens on the memory tokens, then on the block; with a window, also on `before`.
 
