@@ -22,6 +22,7 @@ from elastic_memory.memory.merged import MergedMemory
 from elastic_memory.memory.none import NoMemory
 from elastic_memory.memory.outliers import OutliersMemory
 from elastic_memory.memory.recent import RecentMemory
+from elastic_memory.memory.recent_merged import RecentMergedMemory
 from elastic_memory.memory.sampled import SampledMemory
 
 MEMORIES: dict[str, type[Memory]] = {
@@ -34,6 +35,7 @@ MEMORIES: dict[str, type[Memory]] = {
     "recent": RecentMemory,
     "means": MeansMemory,
     "merged": MergedMemory,
+    "recent_merged": RecentMergedMemory,
     "clock": ClockMemory,
     "dyadic": DyadicMemory,
     "outliers": OutliersMemory,

@@ -240,21 +240,6 @@ class _Direct(torch.autograd.Function):
         return torch.cat(parts), None, None, None
 
 
-def with_raw_tokens(geometry: Geometry, order: int, share: float, **options: Any) -> tuple[ElasticMemory, int]:
-    """For hybrids: an elastic memory with the rest of `order`, and the number of raw tokens in its `share`."""
-    raw = round(order * share)
-    if not 0 < raw < order:
-        raise ValueError(f"share={share} of order {order}: raw tokens and polynomial each need at least 1 of it")
-    return ElasticMemory(geometry, order=order - raw, **options), raw
-
-
-def beside(polynomial: Reading, raw: Sequence[Tensor]) -> Reading:
-    """One reading: the columns of the polynomial, then those of raw tokens, if there are any."""
-    if not raw:
-        return polynomial
-    return tuple(torch.cat((a, b.to(a.dtype)), dim=2) for a, b in zip(polynomial, raw, strict=True))
-
-
 def _fields(bank: Bank) -> tuple[int, int, Any, tuple]:
     return static(bank.order), static(bank.points), bank.sampling, bank.options
 

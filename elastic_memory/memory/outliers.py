@@ -8,9 +8,9 @@ import torch
 from elastic_memory import hippo
 from elastic_memory.common.defaults import ORDER, POINTS
 from elastic_memory.memory.contract import Block, Geometry, Host, KeyValues, MemoryInfo, ParallelMemory, Reading, State
-from elastic_memory.memory.elastic import beside, with_raw_tokens
+from elastic_memory.memory.elastic import ElasticMemory
 from elastic_memory.memory.linear import plan_of, reader_of, states
-from elastic_memory.memory.tools import full_precision, one_of, static, wide
+from elastic_memory.memory.tools import beside, budget, full_precision, one_of, static, wide
 from elastic_memory.operators import Step
 from elastic_memory.shapes import Float, Int, Tensor
 
@@ -70,8 +70,15 @@ class OutliersMemory(ParallelMemory):
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
-        options = {"points": points, "sampling": sampling, "sampling_options": sampling_options}
-        self.elastic, self.raw = with_raw_tokens(geometry, order, share, **options, detach_every=detach_every)
+        order, self.raw = budget(order, share)
+        self.elastic = ElasticMemory(
+            geometry,
+            order=order,
+            points=points,
+            sampling=sampling,
+            sampling_options=sampling_options,
+            detach_every=detach_every,
+        )
         self.raw_queries = one_of("query", query, ("rotated", "raw")) == "raw"
         self._update_rule()
 

@@ -23,6 +23,25 @@ def gated(
     return mixed if visible is None else torch.where(visible.any(1)[:, None, None, None], mixed, local)
 
 
+def budget(order: int, share: float) -> tuple[int, int]:
+    """For hybrids: `order` divided into that of another memory and a `share` of raw tokens."""
+    raw = round(order * share)
+    if not 0 < raw < order:
+        raise ValueError(f"share={share} of order {order}: raw tokens and the rest each need at least 1 of it")
+    return order - raw, raw
+
+
+def beside(reading: Reading, raw: Sequence[Tensor]) -> Reading:
+    """One reading: the columns of a memory, then those of raw tokens, if there are any, whose scores stay as they are.
+
+    `raw`: keys and values.
+    """
+    if not raw:
+        return reading
+    scores = (part.new_zeros(*part.shape[:2], raw[0].shape[2], 1) for part in reading[2:])
+    return tuple(torch.cat((a, b.to(a.dtype)), dim=2) for a, b in zip(reading, (*raw, *scores), strict=True))
+
+
 def group_by_size(blocks: int, readings: Sequence[Reading], alone: int = 1) -> list[tuple[int, int, Reading | None]]:
     """Neighbouring blocks whose readings have one size, as (first, last, readings as one batch), for one call each.
 

@@ -37,6 +37,7 @@ VARIANTS = {
     "recent": [dict(share=0.2)],
     "means": [dict(sinks=0, query="raw")],
     "merged": [dict(distance=11, rounds=1), dict(rounds=3, silent=True)],
+    "recent_merged": [dict(share=0.2, distance=11)],
     "clock": [
         dict(shortest=3, longest=14, query="raw"),
         dict(shortest=3, longest=14, rate="learned"),

@@ -9,7 +9,7 @@ from tests.memory.cases import BLOCK, fresh, logits, memory_of, tokens
 @pytest.mark.parametrize(("share", "parts"), [(0.5, (6, 6)), (0.25, (9, 3)), (0.9, (1, 11))])
 def test_the_budget_is_shared(share, parts):
     memory = memory_of(fresh("recent", memory_options={"share": share}))
-    assert (memory.elastic.bank.order, memory.queue.order) == parts
+    assert (memory.rest.bank.order, memory.queue.order) == parts
     assert state_floats(memory) == state_floats(memory_of(fresh("elastic")))
 
 

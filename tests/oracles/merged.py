@@ -8,21 +8,25 @@ from tests.oracles.parts import after_block_0
 
 def layer(layer, x, memory):
     size = layer.config.block_size
-    group = layer.config.num_attention_heads // layer.config.num_key_value_heads
 
-    def mix(query, key, value, keys, values):
-        seen = keys.shape[1]
-        kept = [slots(one, [size] * (seen // size), memory.order, memory.rounds) for one in keys[::group]]
-        kept = [tokens for tokens in kept for _ in range(group)]
-        means = [
-            torch.stack([torch.stack([head[tokens].mean(0) for tokens in kept[i]]) for i, head in enumerate(signal)])
-            for signal in (keys, values)
-        ]
-        counts = torch.tensor([[len(members) for members in held] for held in kept], dtype=torch.float64)
-        means[0] = layer.rope(means[0], [-memory.distance] * means[0].shape[1])
-        return both(layer, memory, query, means, (key, value), counts[:, None])
+    def mix(query, key, value, past_keys, past_values):
+        *read, counts = means(layer, memory, size, past_keys, past_values)
+        return both(layer, memory, query, read, (key, value), counts)
 
     return after_block_0(layer, x, mix)
+
+
+def means(layer, memory, size, keys, values):
+    """Keys and values of the slots after the tokens of all heads, and how many tokens each slot holds."""
+    group = layer.config.num_attention_heads // layer.config.num_key_value_heads
+    kept = [slots(one, [size] * (keys.shape[1] // size), memory.order, memory.rounds) for one in keys[::group]]
+    kept = [held for held in kept for _ in range(group)]
+    key, value = (
+        torch.stack([torch.stack([head[tokens].mean(0) for tokens in kept[i]]) for i, head in enumerate(signal)])
+        for signal in (keys, values)
+    )
+    counts = torch.tensor([[len(tokens) for tokens in held] for held in kept], dtype=torch.float64)
+    return layer.rope(key, [-memory.distance] * key.shape[1]), value, counts[:, None]
 
 
 def slots(keys, sizes, order, rounds):

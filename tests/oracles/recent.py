@@ -7,7 +7,7 @@ from tests.oracles.parts import after_block_0, attend, causal
 
 
 def layer(layer, x, memory):
-    bank, queue = memory.elastic.bank, memory.queue.order
+    bank, queue = memory.rest.bank, memory.queue.order
 
     def mix(query, key, value, past_keys, past_values):
         seen, tokens = past_keys.shape[1], query.shape[1]

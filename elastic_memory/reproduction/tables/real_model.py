@@ -40,6 +40,8 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "elastic cells": {"memory": "elastic", "sampling": "geometric_cells"},
     "wider window": {"memory": "memorizing", "combine": "joint", "positions": "full"},
     "key-value means": {"memory": "means"},
+    "merged far": {"memory": "merged", "distance": 2048},
+    "half window half merged": {"memory": "recent_merged", "distance": 2048},
     "clock per head": {"memory": "clock"},
     "clock learned": {"memory": "clock", "rate": "learned"},
     "clock by content": {"memory": "clock", "rate": "content"},
@@ -62,6 +64,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "elastic cells" + BLOCKS: {"memory": "elastic", "sampling": "geometric_cells"},
     "queue" + BLOCKS: {"memory": "memorizing", "combine": "joint", "positions": "full"},
     "key-value means" + BLOCKS: {"memory": "means"},
+    "merged far" + BLOCKS: {"memory": "merged", "distance": 2048},
     "clock per head" + BLOCKS: {"memory": "clock"},
 }  # fmt: skip
 
