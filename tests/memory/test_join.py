@@ -55,6 +55,7 @@ def test_which_memories_join():
         "sampled",
         "means",
         "merged",
+        "recent_merged",
         "clock",
         "dyadic",
         "outliers",

@@ -282,6 +282,7 @@ def test_what_is_only_approximate_must_be_asked_for(case, overrides, says):
         ("sampled", {}, "which tokens"),
         ("means", {}, "which slot"),
         ("merged", {}, "which tokens were merged"),
+        ("recent_merged", {}, "which tokens were merged"),
         ("clock", {}, "first tokens"),
         ("dyadic", {}, "where its segments"),
         ("outliers", {}, "how novel"),
