@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from elastic_memory.common.defaults import ORDER
 from elastic_memory.memory.contract import Block, Geometry, Host, MemoryInfo, ParallelMemory, Reading, State
@@ -17,19 +18,20 @@ ROUNDING = 1e-6
 class Slots(NamedTuple):
     """Sums of the keys and values of each slot's tokens, and their number; zeros where empty. The oldest come first."""
 
-    key: Float[Tensor, "batch kv_head order dim"]
-    value: Float[Tensor, "batch kv_head order dim"]
-    count: Float[Tensor, "batch kv_head order 1"]
+    key: Float[Tensor, "batch kv_head slot kept"]
+    value: Float[Tensor, "batch kv_head slot dim"]
+    count: Float[Tensor, "batch kv_head slot 1"]
 
 
 class MergedMemory(ParallelMemory):
-    """`order` slots in the block's softmax; each is the mean of its tokens, and log of their number is added to scores.
+    """`order` slots in the block's softmax. Each is the mean of its tokens, and log of their number is added to scores.
 
     With equal keys that is exact: to attention, m tokens with one key are one token with their mean value and a score
     higher by log m. So a text of at most `order` different keys is remembered without loss. Otherwise the merges that
     change keys least come first, by the increase of the squared error (Ward's criterion). All merges of a block take
     place in `rounds`: in each, an item may join the closest item before it. Keys stand `distance` tokens before the
-    block, whatever their age. No parameters.
+    newest in memory, whatever their age. `slow`: the share of a key's rotary features that slots keep, the slowest
+    first; with fewer of them there are more slots, as many as have the floats of `order` raw tokens. No parameters.
     """
 
     info = MemoryInfo(
@@ -48,6 +50,7 @@ class MergedMemory(ParallelMemory):
         order: int = ORDER,
         distance: int = 0,
         rounds: int = 4,
+        slow: float = 1.0,
         detach_every: int | None = None,
     ):
         super().__init__(geometry, detach_every=detach_every)
@@ -56,37 +59,45 @@ class MergedMemory(ParallelMemory):
                 f"order={order} (memory_order), rounds={rounds}, distance={distance}: "
                 "give at least one slot and one round, and a distance from 0 on"
             )
-        self.order, self.distance, self.rounds = order, distance, rounds
+        pairs = (geometry.features or geometry.head_dim) // 2
+        if not 1 <= round(slow * pairs) <= pairs:
+            raise ValueError(f"slow={slow}: give a share of the {pairs} rotary pairs of a key, up to 1")
+        # of each half of a key, as rotary features are paired
+        self.kept = slice(pairs - round(slow * pairs), pairs)
+        self.slots = order * 2 * pairs // (pairs + round(slow * pairs))
+        self.distance, self.rounds = distance, rounds
 
     def start(self, batch: int, device: torch.device | str | None = None) -> Slots:
         """All slots empty."""
-        shape = (batch, self.geometry.kv_heads, self.order)
-        key, value = (torch.zeros(*shape, self.geometry.head_dim, device=device) for _ in range(2))
-        return Slots(key, value, torch.zeros(*shape, 1, device=device))
+        shape = (batch, self.geometry.kv_heads, self.slots)
+        features = (2 * (self.kept.stop - self.kept.start), self.geometry.head_dim, 1)
+        return Slots(*(torch.zeros(*shape, count, device=device) for count in features))
 
     @full_precision
     def read(self, state: State, seen: int, host: Host) -> Reading:
         """The means of the slots in use, and the logarithms of their counts."""
-        key, value, count = (part[:, :, : min(seen, self.order)] for part in state)
+        key, value, count = (part[:, :, : min(seen, self.slots)] for part in state)
+        others = self.kept.start, self.geometry.head_dim // 2 - self.kept.stop
+        key = F.pad((key / count).unflatten(-1, (2, -1)), others).flatten(-2)
         positions = torch.full((key.shape[2],), -self.distance, device=key.device)
-        return host.rope(key / count, positions), value / count, count.log()
+        return host.rope(key, positions), value / count, count.log()
 
     @full_precision
     def write(self, state: State, block: Block, seen: int) -> Slots:
         """Each new token is a slot of its own, until there are too many."""
         key, value = wide(block.key), wide(block.value)
-        new = (key, value, key.new_ones(*key.shape[:3], 1))
-        used = (part[:, :, : min(seen, self.order)] for part in state)
+        new = (key.unflatten(-1, (2, -1))[..., self.kept].flatten(-2), value, key.new_ones(*key.shape[:3], 1))
+        used = (part[:, :, : min(seen, self.slots)] for part in state)
         items = Slots(*(torch.cat(pair, dim=2) for pair in zip(used, new, strict=True)))
-        slot = _slot_of_each(items, self.order, self.rounds)
-        return Slots(*(_Sums.apply(part, slot, self.order) for part in items))
+        slot = _slot_of_each(items, self.slots, self.rounds)
+        return Slots(*(_Sums.apply(part, slot, self.slots) for part in items))
 
 
 @torch.no_grad()
-def _slot_of_each(items: Slots, order: int, rounds: int) -> Int[Tensor, "batch kv_head item"]:
-    """The slots of the items after merging until there are at most `order`; slots keep the order of their oldest."""
+def _slot_of_each(items: Slots, slots: int, rounds: int) -> Int[Tensor, "batch kv_head item"]:
+    """The slots of the items after merging until there are at most `slots`; they keep the order of their oldest."""
     slot = torch.arange(items.key.shape[2], device=items.key.device).expand(items.key.shape[:3])
-    surplus = max(slot.shape[2] - order, 0)
+    surplus = max(slot.shape[2] - slots, 0)
     for left in range(rounds, 0, -1):
         merges = -(-surplus // left)
         if merges:
@@ -123,20 +134,20 @@ def _links(items: Slots, merges: int) -> tuple[Bool[Tensor, "batch kv_head item"
 
 
 def _sums(
-    part: Float[Tensor, "batch kv_head item feature"], slot: Int[Tensor, "batch kv_head item"], order: int
-) -> Float[Tensor, "batch kv_head order feature"]:
+    part: Float[Tensor, "batch kv_head item feature"], slot: Int[Tensor, "batch kv_head item"], slots: int
+) -> Float[Tensor, "batch kv_head slot feature"]:
     """The sum of each slot's items, as one product: sums by index have no fixed order on a GPU."""
-    return (slot[:, :, None] == torch.arange(order, device=slot.device)[:, None]).to(part.dtype) @ part
+    return (slot[:, :, None] == torch.arange(slots, device=slot.device)[:, None]).to(part.dtype) @ part
 
 
 class _Sums(torch.autograd.Function):
-    """`_sums`; its gradient needs the slots alone, not the product's matrix of order x items."""
+    """`_sums`; its gradient needs the slots alone, not the product's matrix of slots x items."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(part: Tensor, slot: Tensor, order: int) -> Tensor:
-        return _sums(part, slot, order)
+    def forward(part: Tensor, slot: Tensor, slots: int) -> Tensor:
+        return _sums(part, slot, slots)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:

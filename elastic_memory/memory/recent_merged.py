@@ -10,7 +10,7 @@ from elastic_memory.memory.tools import budget
 class RecentMergedMemory(QueueBeside):
     """`share` of `order` is a queue at its true positions, the rest slots of `merged`; all join the block's softmax.
 
-    Under sliding attention the queue is a window wider by as many tokens. `distance`, `rounds`: as for merged.
+    Under sliding attention the queue is a window wider by as many tokens. `distance`, `rounds`, `slow`: as for merged.
     """
 
     info = MemoryInfo(
@@ -27,8 +27,9 @@ class RecentMergedMemory(QueueBeside):
         share: float = 0.5,
         distance: int = 0,
         rounds: int = 4,
+        slow: float = 1.0,
         detach_every: int | None = None,
     ):
         order, raw = budget(order, share)
-        merged = MergedMemory(geometry, order=order, distance=distance, rounds=rounds, detach_every=detach_every)
-        super().__init__(merged, raw)
+        options = {"distance": distance, "rounds": rounds, "slow": slow, "detach_every": detach_every}
+        super().__init__(MergedMemory(geometry, order=order, **options), raw)

@@ -36,8 +36,8 @@ VARIANTS = {
     "sampled": [dict(query="raw", mass=True)],
     "recent": [dict(share=0.2)],
     "means": [dict(sinks=0, query="raw")],
-    "merged": [dict(distance=11, rounds=1), dict(rounds=3, silent=True)],
-    "recent_merged": [dict(share=0.2, distance=11)],
+    "merged": [dict(distance=11, rounds=1), dict(rounds=3, slow=0.4, silent=True)],
+    "recent_merged": [dict(share=0.2, distance=11, slow=0.3)],
     "clock": [
         dict(shortest=3, longest=14, query="raw"),
         dict(shortest=3, longest=14, rate="learned"),

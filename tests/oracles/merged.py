@@ -19,7 +19,8 @@ def layer(layer, x, memory):
 def means(layer, memory, size, keys, values):
     """Keys and values of the slots after the tokens of all heads, and how many tokens each slot holds."""
     group = layer.config.num_attention_heads // layer.config.num_key_value_heads
-    kept = [slots(one, [size] * (keys.shape[1] // size), memory.order, memory.rounds) for one in keys[::group]]
+    keys = keys * slowest(keys.shape[-1], memory)
+    kept = [slots(one, [size] * (keys.shape[1] // size), memory.slots, memory.rounds) for one in keys[::group]]
     kept = [held for held in kept for _ in range(group)]
     key, value = (
         torch.stack([torch.stack([head[tokens].mean(0) for tokens in kept[i]]) for i, head in enumerate(signal)])
@@ -27,6 +28,12 @@ def means(layer, memory, size, keys, values):
     )
     counts = torch.tensor([[len(tokens) for tokens in held] for held in kept], dtype=torch.float64)
     return layer.rope(key, [-memory.distance] * key.shape[1]), value, counts[:, None]
+
+
+def slowest(dim, memory):
+    """1 for the features that slots keep, of each half the last ones."""
+    half = [float(pair >= memory.kept.start) for pair in range(dim // 2)]
+    return torch.tensor(half + half, dtype=torch.float64)
 
 
 def slots(keys, sizes, order, rounds):
