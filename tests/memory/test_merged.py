@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_memory.memory import Block, Host
+from elastic_memory.memory.counts import state_floats
 from tests.memory.cases import fresh, memory_of
 from tests.oracles import merged as oracle
 
@@ -84,6 +85,25 @@ def test_keys_stand_at_the_distance_given():
     asked = []
     memory.read(state, seen, AS_THEY_ARE._replace(rope=lambda x, positions: asked.append(positions) or x))
     assert [positions.tolist() for positions in asked] == [[-30] * 7]
+
+
+@pytest.mark.parametrize(("slow", "slots", "first"), [(1.0, 12, 0), (0.5, 16, 2), (0.25, 19, 3)])
+def test_with_fewer_features_of_keys_the_same_floats_hold_more_slots(slow, slots, first):
+    """Heads of 8 features have 4 rotary pairs, the slowest last."""
+    memory = memory_of(fresh("merged", memory_order=12, memory_options={"slow": slow}))
+    key, value = torch.randn(2, 1, 2, 24, 8).unbind()
+    state, seen = read_in_blocks(memory, key, value, [24])
+    assert state.value.shape[2] == slots
+    assert state_floats(memory).paper <= state_floats(memory_of(fresh("elastic", memory_order=12))).paper
+    read, _, _ = memory.read(state, seen, AS_THEY_ARE)
+    kept = read.unflatten(-1, (2, 4))
+    assert not kept[..., :first].any() and kept[..., first:].all()
+
+
+@pytest.mark.parametrize("slow", [0.0, 0.1, 1.2, -1.0])
+def test_a_share_of_features_that_keeps_none_or_too_many_is_refused(slow):
+    with pytest.raises(ValueError, match=f"slow={slow}: give a share of the 4 rotary pairs"):
+        fresh("merged", memory_options={"slow": slow})
 
 
 @pytest.mark.parametrize("options", [dict(order=0), dict(rounds=0), dict(distance=-1)])

@@ -24,7 +24,10 @@ def twins(memory, **overrides):
     return plain, padded
 
 
-CASES = [(memory, {}) for memory in MEMORIES] + [("infini", {"memory_options": {"memory_norm": "qk"}})]
+CASES = [(memory, {}) for memory in MEMORIES] + [
+    ("infini", {"memory_options": {"memory_norm": "qk"}}),
+    ("merged", {"memory_options": {"slow": 0.7}}),
+]
 
 
 @pytest.mark.parametrize(("memory", "options"), CASES)
