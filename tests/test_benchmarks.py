@@ -202,3 +202,23 @@ def test_only_the_layer_with_memory_is_trained_above_states_that_are_computed_on
         assert of_bound == pytest.approx(float(bound), rel=1e-3)  # of the model before it was fine-tuned
     other = subprocess.run([*command, "--steps", "2"], capture_output=True, env=environment, check=False)
     assert other.returncode and b"is the record of another plan" in other.stderr
+
+
+def test_attention_is_kept_whole_by_a_window_as_long_as_the_text_and_not_at_all_without_memory(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+                         num_attention_heads=2, max_position_embeddings=512)  # fmt: skip
+    load_tokenizer("bytes").save(tmp_path / "plain")
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
+    (tmp_path / "text").mkdir()
+    for index, line in enumerate(torch.randint(97, 123, (10, 400)).tolist()):
+        (tmp_path / "text" / f"{index}.txt").write_text(bytes(line).decode())
+    prepare(tmp_path / "text", tmp_path / "rows", tokenizer="bytes", length=128, shares=(0.6, 0.0, 0.4))
+    command = [sys.executable, str(ROOT / "benchmarks" / "kept_attention.py"), str(tmp_path / "plain")]
+    command += ["--data", str(tmp_path / "rows"), "--out", str(tmp_path / "o.json"), "--layer", "1", "--window", "32"]
+    command += ["--block", "16", "--order", "96", "--designs", "no memory, wider window, merged far distance=0 slow=1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, capture_output=True, timeout=300, env=environment, check=True)
+    errors = json.loads((tmp_path / "o.json").read_text())["errors"]
+    assert errors["no memory"] == [1, 1] and max(errors["wider window"]) < 1e-6
+    assert len(errors["merged far distance=0 slow=1"]) == 2 and min(errors["merged far distance=0 slow=1"]) > 0

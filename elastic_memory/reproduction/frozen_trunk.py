@@ -2,6 +2,7 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,21 +37,47 @@ that layer's attention is trained. At equal size, perplexity beyond the window f
 Record: [{name}](benchmarks/results/{name}).
 """
 VERDICT = "Here no memory is as good as the wider window.\n"
+LATER = (
+    "Measured later on {hardware}, with a window of {window:,} and {seeds}: {gains}. "
+    "Record: [{name}](benchmarks/results/{name})."
+)
 
 
 def summary(root: Path) -> str:
-    """The README's paragraph about the newest record."""
-    path, record = _records(root)[-1]
-    lower = {
+    """The README's paragraph: the newest record with elastic memory, then those made since."""
+    records = _records(root)
+    newest = max(index for index, (_, record) in enumerate(records) if record["runs"].keys() & set(ELASTIC))
+    path, record = records[newest]
+    gains = _gains(record)
+    rival = gains.pop(RIVAL)
+    best = max(gains, key=lambda design: gains[design])
+    alone = max(value for design, value in gains.items() if design in ELASTIC)
+    known = {"rival": rival, "best": best, "first": gains[best], "alone": alone, "name": path.name}
+    text = SUMMARY.format(**record["plan"], **known, verdict=VERDICT if rival > gains[best] else "")
+    return text + "".join(_later(path.name, record) for path, record in records[newest + 1 :])
+
+
+def _later(name: str, record: dict[str, Any]) -> str:
+    """A record without elastic memory, in one sentence."""
+    gains = sorted(_gains(record).items(), key=lambda pair: -pair[1])
+    seeds = min(len(runs) for runs in record["runs"].values())
+    text = LATER.format(
+        window=record["plan"]["window"],
+        seeds=f"{seeds} seeds" if seeds > 1 else "one seed",
+        hardware=_facts(record)["hardware"],
+        gains=", ".join(f"{design} {gain:.1%}" for design, gain in gains),
+        name=name,
+    )
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _gains(record: dict[str, Any]) -> dict[str, float]:
+    """By how much each trained design lowers the perplexity beyond the window."""
+    return {
         design: -_difference(record, design, BASE)[0]
         for design in record["runs"]
-        if design not in (BASE, RIVAL) and "untrained" not in DESIGNS[design]
+        if design != BASE and "untrained" not in DESIGNS[design]
     }
-    best = max(lower, key=lambda design: lower[design])
-    alone = max(value for design, value in lower.items() if design in ELASTIC)
-    rival = -_difference(record, RIVAL, BASE)[0]
-    known = {"rival": rival, "best": best, "first": lower[best], "alone": alone, "name": path.name}
-    return SUMMARY.format(**record["plan"], **known, verdict=VERDICT if rival > lower[best] else "")
 
 
 def tables(root: Path) -> str:
