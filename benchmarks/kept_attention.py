@@ -2,13 +2,12 @@
 
     python benchmarks/kept_attention.py MODEL --data ROWS --out benchmarks/results/kept-attention-DATE.json
 
-The layers below see a sliding window alone. In layer `--layer`, what each query head returns with a design is compared
-with what it returns if it sees all tokens: the squared error, relative to that of the window alone, in the second half
-of test rows. 0 is full attention, 1 the window; above 1 the design disturbs the head, and a blend would close it. The
-record has the median over blocks for each head. The first block of a row is left out: heads look at a text's first
-token whatever it is (attention sink), which would outweigh all else. Designs are those of `elastic reproduce
-real-model`; options may follow a name: "merged far rounds=1". MODEL is a GGUF file, a folder, a name on the hub or a
-run.
+The layers below see a sliding window alone. In layer `--layer`, what each query head returns with a design, blended
+with attention to the window as well as a blend can, is compared with what it returns if it sees all tokens: the squared
+error, relative to that of the window alone, in the second half of test rows. 0 is full attention, 1 the window. The
+first block of a row is left out: heads look at a text's first token whatever it is (attention sink), which would
+outweigh all else. Designs are those of `elastic reproduce real-model`; options may follow a name: "merged far
+rounds=1". MODEL is a GGUF file, a folder, a name on the hub or a run.
 """
 
 import argparse
@@ -72,14 +71,12 @@ def returned(text: str, states, args):
     return found
 
 
-def errors(design, window, full, block: int) -> list[float]:
-    """The median over blocks, for each head."""
-    ratios = []
-    for mine, local, exact in zip(design, window, full, strict=True):
-        pairs = zip(*(x[len(x) // 2 :].split(block) for x in (mine, local, exact)), strict=True)
-        for one, near, all_of_it in pairs:
-            ratios.append((one - all_of_it).square().sum((0, 2)) / (near - all_of_it).square().sum((0, 2)))
-    return torch.stack(ratios).median(0).values.tolist()
+def errors(design, window, full) -> list[float]:
+    """For each head what the best blend b leaves of |full - window|^2 in |window + b (design - window) - full|^2."""
+    mine, local, exact = (torch.cat([x[len(x) // 2 :] for x in rows]).double() for rows in (design, window, full))
+    change, wanted = mine - local, exact - local
+    product, squared, whole = ((a * b).sum((0, 2)) for a, b in ((change, wanted), (change, change), (wanted, wanted)))
+    return (1 - product**2 / (squared * whole).clamp_min(1e-30)).tolist()
 
 
 def main() -> None:
@@ -106,7 +103,7 @@ def main() -> None:
         "errors": {},
     }
     for design in (name.strip() for name in args.designs.split(",")):
-        record["errors"][design] = errors(returned(design, states, args), window, full, args.block)
+        record["errors"][design] = errors(returned(design, states, args), window, full)
         print(f"{design:40} {statistics.mean(record['errors'][design]):.3f}", flush=True)
         write_json(args.out, record)
 

@@ -15,12 +15,12 @@ from elastic_memory.shapes import Bool, Float, Int, Tensor
 ROUNDING = 1e-6
 
 
-class Slots(NamedTuple):
+class Groups(NamedTuple):
     """Sums of the keys and values of each slot's tokens, and their number; zeros where empty. The oldest come first."""
 
     key: Float[Tensor, "batch kv_head slot kept"]
     value: Float[Tensor, "batch kv_head slot dim"]
-    count: Float[Tensor, "batch kv_head slot 1"]
+    tokens: Float[Tensor, "batch kv_head slot 1"]
 
 
 class MergedMemory(ParallelMemory):
@@ -67,11 +67,11 @@ class MergedMemory(ParallelMemory):
         self.slots = order * 2 * pairs // (pairs + round(slow * pairs))
         self.distance, self.rounds = distance, rounds
 
-    def start(self, batch: int, device: torch.device | str | None = None) -> Slots:
+    def start(self, batch: int, device: torch.device | str | None = None) -> Groups:
         """All slots empty."""
         shape = (batch, self.geometry.kv_heads, self.slots)
         features = (2 * (self.kept.stop - self.kept.start), self.geometry.head_dim, 1)
-        return Slots(*(torch.zeros(*shape, count, device=device) for count in features))
+        return Groups(*(torch.zeros(*shape, count, device=device) for count in features))
 
     @full_precision
     def read(self, state: State, seen: int, host: Host) -> Reading:
@@ -83,18 +83,18 @@ class MergedMemory(ParallelMemory):
         return host.rope(key, positions), value / count, count.log()
 
     @full_precision
-    def write(self, state: State, block: Block, seen: int) -> Slots:
+    def write(self, state: State, block: Block, seen: int) -> Groups:
         """Each new token is a slot of its own, until there are too many."""
         key, value = wide(block.key), wide(block.value)
         new = (key.unflatten(-1, (2, -1))[..., self.kept].flatten(-2), value, key.new_ones(*key.shape[:3], 1))
         used = (part[:, :, : min(seen, self.slots)] for part in state)
-        items = Slots(*(torch.cat(pair, dim=2) for pair in zip(used, new, strict=True)))
+        items = Groups(*(torch.cat(pair, dim=2) for pair in zip(used, new, strict=True)))
         slot = _slot_of_each(items, self.slots, self.rounds)
-        return Slots(*(_Sums.apply(part, slot, self.slots) for part in items))
+        return Groups(*(_Sums.apply(part, slot, self.slots) for part in items))
 
 
 @torch.no_grad()
-def _slot_of_each(items: Slots, slots: int, rounds: int) -> Int[Tensor, "batch kv_head item"]:
+def _slot_of_each(items: Groups, slots: int, rounds: int) -> Int[Tensor, "batch kv_head item"]:
     """The slots of the items after merging until there are at most `slots`; they keep the order of their oldest."""
     slot = torch.arange(items.key.shape[2], device=items.key.device).expand(items.key.shape[:3])
     surplus = max(slot.shape[2] - slots, 0)
@@ -103,12 +103,12 @@ def _slot_of_each(items: Slots, slots: int, rounds: int) -> Int[Tensor, "batch k
         if merges:
             target = _merge(items, merges)
             slot = target.gather(2, slot)
-            items = Slots(*(_sums(part, target, target.shape[2] - merges) for part in items))
+            items = Groups(*(_sums(part, target, target.shape[2] - merges) for part in items))
             surplus -= merges
     return slot
 
 
-def _merge(items: Slots, merges: int) -> Int[Tensor, "batch kv_head item"]:
+def _merge(items: Groups, merges: int) -> Int[Tensor, "batch kv_head item"]:
     """The slots of the items after `merges` of them joined others; an item may join one that itself joins another."""
     joins, target = _links(items, merges)
     for _ in range(joins.shape[2].bit_length()):
@@ -116,9 +116,9 @@ def _merge(items: Slots, merges: int) -> Int[Tensor, "batch kv_head item"]:
     return ((~joins).cumsum(2) - 1).gather(2, target)
 
 
-def _links(items: Slots, merges: int) -> tuple[Bool[Tensor, "batch kv_head item"], Int[Tensor, "batch kv_head item"]]:
+def _links(items: Groups, merges: int) -> tuple[Bool[Tensor, "batch kv_head item"], Int[Tensor, "batch kv_head item"]]:
     """Which items join an earlier one: those for which the squared error grows least; and which one, or themselves."""
-    key, count = items.key / items.count, items.count
+    key, count = items.key / items.tokens, items.tokens
     squared = key.square().sum(-1, keepdim=True)
     lengths = squared + squared.mT
     distance = lengths - 2 * key @ key.mT

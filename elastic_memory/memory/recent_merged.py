@@ -31,5 +31,7 @@ class RecentMergedMemory(QueueBeside):
         detach_every: int | None = None,
     ):
         order, raw = budget(order, share)
-        options = {"distance": distance, "rounds": rounds, "slow": slow, "detach_every": detach_every}
-        super().__init__(MergedMemory(geometry, order=order, **options), raw)
+        merged = MergedMemory(
+            geometry, order=order, distance=distance, rounds=rounds, slow=slow, detach_every=detach_every
+        )
+        super().__init__(merged, raw)

@@ -62,8 +62,8 @@ def test_a_token_unlike_all_others_keeps_a_slot_of_its_own():
     key[:, :, 5] += 3
     state, _ = read_in_blocks(memory, key, key, [8] * 60)
     slot = (state.key == key[:, :, 5:6]).all(-1)
-    assert (slot.sum(-1) == 1).all() and (state.count[slot] == 1).all()
-    assert (state.count.sum(2) == 480).all()
+    assert (slot.sum(-1) == 1).all() and (state.tokens[slot] == 1).all()
+    assert (state.tokens.sum(2) == 480).all()
 
 
 def test_rounding_does_not_choose_among_equal_tokens():
