@@ -66,12 +66,13 @@ def test_a_token_unlike_all_others_keeps_a_slot_of_its_own():
     assert (state.tokens.sum(2) == 480).all()
 
 
-def test_rounding_does_not_choose_among_equal_tokens():
+@pytest.mark.parametrize("words", [3, 5, 9])
+def test_rounding_does_not_choose_among_equal_tokens(words):
     """Equal tokens have equal keys in the first layer, but for the last bit."""
     memory = memory_of(fresh("merged", memory_order=7))
     generator = torch.Generator().manual_seed(0)
-    words, text = torch.randn(2, 1, 2, 9, 8, generator=generator), torch.randint(0, 9, (41,), generator=generator)
-    key, value = words[:, :, :, text].unbind()
+    text = torch.randint(0, words, (41,), generator=generator)
+    key, value = torch.randn(2, 1, 2, words, 8, generator=generator)[:, :, :, text].unbind()
     for noisy in (key * (1 + 2**-22), key * (1 + 1e-7 * torch.randn(key.shape, generator=generator))):
         (exact, _), (other, _) = (read_in_blocks(memory, x, value, [8] * 5 + [1]) for x in (key, noisy))
         for mine, theirs in zip(other, exact, strict=True):
