@@ -21,6 +21,8 @@ KNOWN = [
     ("memorizing", dict(positions="query")),
     ("memorizing", dict(positions="full")),
     ("recent", {}),
+    ("merged", dict(distance=3, slow=0.5)),
+    ("recent_merged", dict(rounds=2)),
 ]
 SLIDING = [case for case in CASES if case == "none" or not memory_of(small(case)).no_sliding]
 KINDS = [case for case in SLIDING if case in (*DEFAULTS, "memorizing joint full", "infini zero")]

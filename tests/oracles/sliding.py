@@ -3,6 +3,7 @@
 import torch
 
 from elastic_memory import hippo
+from tests.oracles import merged
 from tests.oracles.parts import attend
 
 
@@ -28,12 +29,19 @@ def layer(layer, x, memory):
         columns = [layer.rope(key[:, start : token + 1], range(start - block * size, token - block * size + 1))]
         held = [value[:, start : token + 1]]
         here = layer.rope(query[:, token : token + 1], [token - block * size])
-        bank = getattr(memory, "bank", None) or getattr(getattr(memory, "elastic", None), "bank", None)
-        if bank is not None and written:
+        rest, past = getattr(memory, "rest", memory), (key[:, :written], value[:, :written])
+        if hasattr(rest, "bank") and written:
+            bank = rest.bank
             read = hippo.basis(bank.order, bank.sample_points(written)) @ hippo.projection(bank.order, 0, written)
-            columns.insert(0, read @ key[:, :written])
-            held.insert(0, read @ value[:, :written])
+            columns.insert(0, read @ past[0])
+            held.insert(0, read @ past[1])
         own = attend(here, torch.cat(columns, 1), torch.cat(held, 1))
+        if hasattr(rest, "slots") and written:
+            known, means, counts = merged.means(layer, rest, size, *past)
+            known = layer.rope(known, [size - window] * known.shape[1])  # memory lags behind the window
+            scores = here @ torch.cat((known, *columns), 1).mT / here.shape[-1] ** 0.5
+            scores[..., : known.shape[1]] += counts.log()
+            own = scores.softmax(-1) @ torch.cat((means, *held), 1)
         if "self_attn.memory.gate" in layer.weights and written:
             newest = slice(max(0, written - memory.order), written)
             known, looking = key[:, newest], here
