@@ -4,7 +4,7 @@
 
 The layers below see a sliding window alone. In layer `--layer`, what each query head returns with a design, blended
 with attention to the window as well as a blend can, is compared with what it returns if it sees all tokens: the squared
-error, relative to that of the window alone, in the second half of test rows. 0 is full attention, 1 the window. The
+error, relative to that of the window alone, in the second half of some rows. 0 is full attention, 1 the window. The
 first block of a row is left out: heads look at a text's first token whatever it is (attention sink), which would
 outweigh all else. Designs are those of `elastic reproduce real-model`; options may follow a name: "merged far
 rounds=1". MODEL is a GGUF file, a folder, a name on the hub or a run.
@@ -89,13 +89,14 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--order", type=int, default=256)
     parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--split", default="validation", help="where the rows are from")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    tested = samples(args.data, "test")
+    tested = samples(args.data, args.split)
     states = entering(Spread(tested, args.rows), args)
     whole = Namespace(**vars(args) | {"order": tested.length})
     window, full = returned(BASE, states, args), returned(FULL, states, whole)
-    plan = {name: getattr(args, name) for name in ("layer", "window", "block", "order", "rows")}
+    plan = {name: getattr(args, name) for name in ("layer", "window", "block", "order", "rows", "split")}
     record = {
         "plan": plan | {"model": Path(args.model).name},
         "data": {"corpus": args.data.name, "sha256": tested.fingerprint},

@@ -27,11 +27,12 @@ class MergedMemory(ParallelMemory):
     """`order` slots in the block's softmax. Each is the mean of its tokens, and log of their number is added to scores.
 
     With equal keys that is exact: to attention, m tokens with one key are one token with their mean value and a score
-    higher by log m. So a text of at most `order` different keys is remembered without loss. Otherwise the merges that
-    change keys least come first, by the increase of the squared error (Ward's criterion). All merges of a block take
-    place in `rounds`: in each, an item may join the closest item before it. Keys stand `distance` tokens before the
-    newest in memory, whatever their age. `slow`: the share of a key's rotary features that slots keep, the slowest
-    first; with fewer of them there are more slots, as many as have the floats of `order` raw tokens. No parameters.
+    higher by log m. So a text of at most `order` different keys is remembered without loss, but for positions.
+    Otherwise the merges that change keys least come first, by the increase of the squared error (Ward's criterion). All
+    merges of a block take place in `rounds`: in each, an item may join the closest item before it. Keys stand
+    `distance` tokens before the first token that is not in memory, whatever their age. `slow`: the share of a key's
+    rotary features that slots keep, the slowest first; with fewer of them there are more slots, as many as have the
+    floats of `order` raw tokens. No parameters.
     """
 
     info = MemoryInfo(
@@ -119,9 +120,11 @@ def _merge(items: Groups, merges: int) -> Int[Tensor, "batch kv_head item"]:
 def _links(items: Groups, merges: int) -> tuple[Bool[Tensor, "batch kv_head item"], Int[Tensor, "batch kv_head item"]]:
     """Which items join an earlier one: those for which the squared error grows least; and which one, or themselves."""
     key, count = items.key / items.tokens, items.tokens
-    squared = key.square().sum(-1, keepdim=True)
+    product = key @ key.mT
+    # Squares from the product itself: where it is of low precision (TF32), equal keys still have a distance of 0.
+    squared = product.diagonal(dim1=-2, dim2=-1)[..., None]
     lengths = squared + squared.mT
-    distance = lengths - 2 * key @ key.mT
+    distance = lengths - 2 * product
     distance = torch.where(distance < ROUNDING * lengths, 0, distance)
     error = distance / (1 / count + 1 / count.mT)
     later = torch.ones(error.shape[2:], dtype=torch.bool, device=key.device).triu()
@@ -136,8 +139,12 @@ def _links(items: Groups, merges: int) -> tuple[Bool[Tensor, "batch kv_head item
 def _sums(
     part: Float[Tensor, "batch kv_head item feature"], slot: Int[Tensor, "batch kv_head item"], slots: int
 ) -> Float[Tensor, "batch kv_head slot feature"]:
-    """The sum of each slot's items, as one product: sums by index have no fixed order on a GPU."""
-    return (slot[:, :, None] == torch.arange(slots, device=slot.device)[:, None]).to(part.dtype) @ part
+    """The sum of each slot's items, as one product: sums by index have no fixed order on a GPU.
+
+    In float64, because training on GPUs may round operands of float32 products, and sums pass here with every block.
+    """
+    member = slot[:, :, None] == torch.arange(slots, device=slot.device)[:, None]
+    return (member.double() @ part.double()).to(part.dtype)
 
 
 class _Sums(torch.autograd.Function):

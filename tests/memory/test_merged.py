@@ -79,6 +79,28 @@ def test_rounding_does_not_choose_among_equal_tokens(words):
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
 
 
+def test_products_of_low_precision_lose_no_token(monkeypatch):
+    """Training on GPUs rounds operands of float32 products to 11 bits (TF32)."""
+    multiply = torch.Tensor.__matmul__
+
+    def rounded(x):
+        return (
+            ((x.contiguous().view(torch.int32) + 2**12) & -(2**13)).view(torch.float32)
+            if x.dtype == torch.float32
+            else x
+        )
+
+    memory = memory_of(fresh("merged", memory_order=7))
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, 5, (24_000,), generator=generator)
+    words = torch.randn(1, 2, 5, 8, generator=generator)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: multiply(rounded(a), rounded(b)))
+    state, _ = read_in_blocks(memory, words[:, :, text], words[:, :, text], [80] * 300)
+    assert (state.tokens.sum(2) == 24_000).all()
+    mean = state.key / state.tokens
+    assert torch.cdist(mean, words).amin(-1).max() < 1e-4
+
+
 def test_keys_stand_at_the_distance_given():
     memory = memory_of(fresh("merged", memory_order=7, memory_options={"distance": 30}))
     key, value = torch.randn(2, 1, 2, 16, 8).unbind()

@@ -27,6 +27,7 @@ def twins(memory, **overrides):
 CASES = [(memory, {}) for memory in MEMORIES] + [
     ("infini", {"memory_options": {"memory_norm": "qk"}}),
     ("merged", {"memory_options": {"slow": 0.7}}),
+    ("recent_merged", {"memory_options": {"slow": 0.7}}),
 ]
 
 

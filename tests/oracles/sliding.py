@@ -35,8 +35,9 @@ def layer(layer, x, memory):
             read = hippo.basis(bank.order, bank.sample_points(written)) @ hippo.projection(bank.order, 0, written)
             columns.insert(0, read @ past[0])
             held.insert(0, read @ past[1])
-        own = attend(here, torch.cat(columns, 1), torch.cat(held, 1))
-        if hasattr(rest, "slots") and written:
+        if not (hasattr(rest, "slots") and written):
+            own = attend(here, torch.cat(columns, 1), torch.cat(held, 1))
+        else:
             known, means, counts = merged.means(layer, rest, size, *past)
             known = layer.rope(known, [size - window] * known.shape[1])  # memory lags behind the window
             scores = here @ torch.cat((known, *columns), 1).mT / here.shape[-1] ** 0.5

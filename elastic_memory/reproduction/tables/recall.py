@@ -37,7 +37,11 @@ ALL_MODELS = {
     "Full attention": {"memory": "none", "local_attention": "full"},
     **TWO_MODELS,
     "Elastic, exponential": {"memory": "elastic", "sampling": "exponential"},
-    **{name.capitalize(): {"memory": name} for name in MEMORIES if name not in ("none", "elastic", "infini")},
+    **{
+        name.replace("_", " ").capitalize(): {"memory": name}
+        for name in MEMORIES
+        if name not in ("none", "elastic", "infini")
+    },
     "Infini": {"memory": "infini", "memory_multiple": 1},  # as large as its heads: there is no other size
 }
 TINY = {"name": "tiny", "memory_multiple": 2, "block_size": 16, "points": 64}
