@@ -6,8 +6,8 @@ The layers below see a sliding window alone. In layer `--layer`, what each query
 with attention to the window as well as a blend can, is compared with what it returns if it sees all tokens: the squared
 error, relative to that of the window alone, in the second half of some rows. 0 is full attention, 1 the window. The
 first block of a row is left out: heads look at a text's first token whatever it is (attention sink), which would
-outweigh all else. Designs are those of `elastic reproduce real-model`; options may follow a name: "merged far
-rounds=1". MODEL is a GGUF file, a folder, a name on the hub or a run.
+outweigh all else. Designs are those of `elastic reproduce real-model`; options may follow a name, their values as JSON:
+"merged far rounds=1". MODEL is a GGUF file, a folder, a name on the hub or a run.
 """
 
 import argparse

@@ -216,7 +216,8 @@ def test_attention_is_kept_whole_by_a_window_as_long_as_the_text_and_not_at_all_
     prepare(tmp_path / "text", tmp_path / "rows", tokenizer="bytes", length=128, shares=(0.6, 0.0, 0.4))
     command = [sys.executable, str(ROOT / "benchmarks" / "kept_attention.py"), str(tmp_path / "plain")]
     command += ["--data", str(tmp_path / "rows"), "--out", str(tmp_path / "o.json"), "--layer", "1", "--window", "32"]
-    command += ["--block", "16", "--order", "96", "--designs", "no memory, wider window, merged far distance=0 slow=1"]
+    command += ["--block", "16", "--order", "96", "--split", "test"]
+    command += ["--designs", "no memory, wider window, merged far distance=0 slow=1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, capture_output=True, timeout=300, env=environment, check=True)
     errors = json.loads((tmp_path / "o.json").read_text())["errors"]
