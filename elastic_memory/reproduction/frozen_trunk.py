@@ -36,9 +36,10 @@ that layer's attention is trained. At equal size, perplexity beyond the window f
 {verdict}All designs: [attach](docs/attach.md#which-memory).
 Record: [{name}](benchmarks/results/{name}).
 """
-VERDICT = "Here no memory is as good as the wider window.\n"
+VERDICT = "In this record no memory is as good as the wider window.\n"
 LATER = (
-    "Measured later on {hardware}, with a window of {window:,} and {seeds}: {gains}. "
+    "A later record, made on {hardware} with a window of {window:,} and {seeds}: perplexity falls by {gains}. "
+    'The lead of "{best}" over the wider window has the interval [{low:+.1%}, {high:+.1%}]. '
     "Record: [{name}](benchmarks/results/{name})."
 )
 
@@ -60,12 +61,17 @@ def summary(root: Path) -> str:
 def _later(name: str, record: dict[str, Any]) -> str:
     """A record without elastic memory, in one sentence."""
     gains = sorted(_gains(record).items(), key=lambda pair: -pair[1])
+    best = next(design for design, _ in gains if design != RIVAL)
+    _, low, high = _difference(record, RIVAL, best)
     seeds = min(len(runs) for runs in record["runs"].values())
     text = LATER.format(
         window=record["plan"]["window"],
         seeds=f"{seeds} seeds" if seeds > 1 else "one seed",
         hardware=_facts(record)["hardware"],
-        gains=", ".join(f"{design} {gain:.1%}" for design, gain in gains),
+        gains=", ".join(f'{gain:.1%} with "{design}"' for design, gain in gains),
+        best=best,
+        low=low,
+        high=high,
         name=name,
     )
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
