@@ -285,7 +285,7 @@ GUARDS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if order not in (None, self.bank.order):", "if False:", "settled"),
         ("min(digit, room)", "digit", "tile"),
     ],
-    ("elastic_memory/memory/elastic.py", "tests/memory/test_recent.py"): [
+    ("elastic_memory/memory/tools.py", "tests/memory/test_recent.py"): [
         ("if not 0 < raw < order:", "if False:", "idle"),
     ],
     ("elastic_memory/memory/outliers.py", "tests/memory/test_outliers.py"): [
